@@ -12,7 +12,7 @@ from tilestack.engine.host import EngineHost
 from tilestack.engine.messages import read_message
 from tilestack.engine.remote import RemoteEngine
 from tilestack.server.app import create_app
-from tilestack.server.process import address_of, listen
+from tilestack.server.listening import address_of, listen
 from tilestack.server.settings import ServerSettings
 
 TEXT = "the cat sat on the mat, 0123456789 and the dog sat too. Hello world! <tool_call> " * 20

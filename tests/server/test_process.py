@@ -19,7 +19,8 @@ from server_process import process
 from tilestack import cli
 from tilestack.engine import LLM, EngineSettings, SamplingParams
 from tilestack.server.app import create_app
-from tilestack.server.process import GRACE, DrainingServer, address_to_open, listen
+from tilestack.server.listening import address_to_open, listen
+from tilestack.server.process import GRACE, DrainingServer
 from tilestack.server.settings import ServerSettings
 
 FAKE = str(Path(__file__).with_name("server_process.py"))

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tilestack.engine import Engine, EngineSettings
     from tilestack.server.apart import ServerApart
     from tilestack.server.process import ServerHere
+    from tilestack.server.settings import ServerSettings
 
 GIB = 1 << 30
 YEAR = 365 * 86400  # seconds; --drain may be infinite
@@ -99,8 +100,7 @@ def serve_command(
         raise ValueError(f"--generation-config is model or none, not {generation_config}")
     check_packages(model)
     template = None if chat_template is None else read_template(chat_template)
-    from tilestack.server.apart import ServerApart
-    from tilestack.server.process import ServerHere, address_to_open
+    from tilestack.server.listening import address_to_open
     from tilestack.server.settings import LOOPBACK, Limits, ServerSettings
 
     limits = Limits(
@@ -167,7 +167,7 @@ def serve_command(
             console.print(f"anyone who reaches {host} may use it; --api-key asks for a key", style="yellow")
 
     apart = os.name == "posix" and not one_process
-    with engine_of(model, wanted, tensor, lambda: ServerApart(settings) if apart else ServerHere(settings)) as ready:
+    with engine_of(model, wanted, tensor, lambda: server_of(settings, apart)) as ready:
         if ready is None:
             return  # the first process has served, and this one followed it
         served, server = ready
@@ -177,6 +177,17 @@ def serve_command(
             warm_up_in_sight(served)
         called = Path(model).name
         server.run(served, called, lambda address: greet(address, name or called))
+
+
+def server_of(settings: "ServerSettings", apart: bool) -> "ServerHere | ServerApart":
+    """A server in a process of its own, in which case this one does without its packages, or in this one."""
+    if apart:
+        from tilestack.server.apart import ServerApart
+
+        return ServerApart(settings)
+    from tilestack.server.process import ServerHere
+
+    return ServerHere(settings)
 
 
 def launch_shared(model: str, settings: "EngineSettings", processes: int, drain: float) -> NoReturn:

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+from tilestack.server.listening import listen
 from tilestack.server.settings import Limits, ServerSettings
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ class ServerApart:
 
     def __init__(self, settings: ServerSettings, log: int | None = None):
         """`log` is where its log goes: a file by its number, as `subprocess` has it; with the engine's."""
-        from tilestack.server.process import listen
-
         self.settings = settings
         self.connection, theirs = socket.socketpair()
         with theirs, listen(settings) as listening:

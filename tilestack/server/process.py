@@ -5,7 +5,6 @@ second ends it at once. An engine that is lost ends it too, and is no signal: on
 (apart.py) the server hears no signals, and its engine says when to end.
 """
 
-import errno
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ import uvicorn
 
 from tilestack.server.app import create_app
 from tilestack.server.drain import Drain
+from tilestack.server.listening import BACKLOG, address_of, listen
 from tilestack.server.request_log import log, log_to_stderr
 from tilestack.server.settings import ServerSettings
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from tilestack.engine import Engine
     from tilestack.engine.remote import ServedEngine
 
-BACKLOG = 2048  # connections that wait to be taken
 GRACE = 2.0  # seconds for answers that were ended to reach their clients
 
 
@@ -77,33 +76,6 @@ class DrainingServer(uvicorn.Server):
                 self.cancelled = self.cancelled or now
             self.should_exit = self.drain.requests == 0 or (self.cancelled > 0 and now > self.cancelled + GRACE)
         return await super().on_tick(counter)
-
-
-def listen(settings: ServerSettings) -> socket.socket:
-    """A socket at the server's address; taken before the model is loaded, since that may last. It listens at once: Linux
-    gives an address twice as long as nobody does, and who comes early waits instead of being refused."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
-    except (OSError, OverflowError) as problem:
-        taken = "; give another --port, or 0 for a free one" if getattr(problem, "errno", 0) == errno.EADDRINUSE else ""
-        raise ValueError(f"cannot listen on {settings.host} port {settings.port}: {problem}{taken}") from problem
-    return made
-
-
-def address_of(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
-
-
-def address_to_open(address: str) -> str:
-    """Where a browser of this machine finds a server that listens on all interfaces, which is an address to nobody."""
-    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 class ServerHere:
