@@ -38,11 +38,13 @@ def ran(capsys, monkeypatch):
 
 def test_of_serve(ran, monkeypatch, tmp_path):
     asked = []
-    load = lambda model, settings: asked.append((model, settings)) or SimpleNamespace(model_name="m")
+    load = lambda model, settings: asked.append((model, settings)) or SimpleNamespace()
     run = lambda engine, settings, *_: asked.append(settings)
-    monkeypatch.setattr("tilestack.engine.AsyncEngine.load", load)
+    monkeypatch.setattr("tilestack.engine.Engine.load", load)
     monkeypatch.setattr("tilestack.server.process.run_server", run)
-    monkeypatch.setattr("tilestack.server.process.listen", lambda settings: asked.append(settings))
+    monkeypatch.setattr(
+        "tilestack.server.process.listen", lambda settings: asked.append(settings) or SimpleNamespace(close=list)
+    )
     monkeypatch.setattr("tilestack.server.request_log.log_to_stderr", lambda: None)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
@@ -53,7 +55,7 @@ def test_of_serve(ran, monkeypatch, tmp_path):
               "decode": "operators", "speculate": "lookup", "draft-tokens": 24, "queue": 25, "adapter": ["a=x", "b=y"]}  # fmt: skip
     server = {"host": "0.0.0.0", "port": 31, "name": "n", "api-key": "k", "cors": ["http://a", "http://b"],
               "allow-host": ["c", "d"], "drain": 32.0, "events-per-second": 33.0, "split-reasoning": True}  # fmt: skip
-    others = {"model": tmp_path, "generation-config": "model", "no-warm-up": True, "tensor": 1}
+    others = {"model": tmp_path, "generation-config": "model", "no-warm-up": True, "tensor": 1, "one-process": True}
     ran("serve", limits | engine | server | others, elsewhere=["chat-template"])
     expected = ServerSettings(
         host="0.0.0.0", port=31, name="n", api_key="k", cors=("http://a", "http://b"), hosts=("c", "d"), drain=32.0,

@@ -1,8 +1,11 @@
 """A row is of the present source, or is shown as older."""
 
+import os
+import socket
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from tilestack.lab.bench.optimizer_steps import CONTESTS, HALF_ONLY, OURS
 from tilestack.lab.serving import bench_http, serve_candidates
 from tilestack.lab.serving.bench_serve import SMALL
 from tilestack.lab.training.train_steps import step_of, write_weights
+from tilestack.server import apart
 from tilestack.train import fp8
 
 
@@ -153,9 +157,18 @@ def test_a_server_runs_nothing_that_its_rows_do_not_follow(monkeypatch):
     monkeypatch.setattr(bench_http, "STREAMS", 2)
     engine = bench_http.engine_of("cpu", None, 8)
     asked = bench_http.Workload(2, "3", "3", seed=0)
+    monkeypatch.setattr(apart, "start", in_this_process)
     ours = _files_run_by(lambda: [way(engine, asked) for way in (bench_http.offline, bench_http.over_http)])
     assert {stale.PACKAGE / part for part in ("server/events.py", *stale.OF_STREAMS)} <= ours
     assert ours <= stale.files_of_parts(stale.parts_of_serving("http", "http", "cpu"))
+
+
+def in_this_process(inherited, log):
+    """The server as a thread, where what it runs is noted."""
+    sockets = [socket.socket(fileno=os.dup(number)) for number in inherited]
+    thread = threading.Thread(target=apart.serve, args=sockets, daemon=True)
+    thread.start()
+    return SimpleNamespace(pid=os.getpid(), kill=list, wait=thread.join)
 
 
 def _files_run_by(call):

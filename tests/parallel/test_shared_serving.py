@@ -15,8 +15,9 @@ from ranks import run_ranks
 from tilestack import models
 from tilestack.ahead.pool import JOBS_VARIABLE
 from tilestack.engine import EngineSettings, SamplingParams
+from tilestack.engine.messages import request_as_words, request_from_words
 from tilestack.parallel import serving
-from tilestack.parallel.serving import as_words, from_words, refuse_model, refuse_settings
+from tilestack.parallel.serving import refuse_model, refuse_settings
 from tilestack.parallel.tensor import CannotSplit
 
 
@@ -115,7 +116,7 @@ def test_orders_of_any_length_arrive(tmp_path):
 
 def test_a_request_arrives_as_it_was():
     request = shared_serving.every_word()
-    arrived = from_words(json.loads(json.dumps(as_words(request))))
+    arrived = request_from_words(json.loads(json.dumps(request_as_words(request))))
     assert arrived.params == request.params
     left_out = {field.name for field in fields(SamplingParams) if getattr(request.params, field.name) == field.default}
     assert not left_out, f"every_word says nothing of {left_out}"

@@ -33,16 +33,19 @@ class FakeEngine:
     submitted: list = field(default_factory=list)
     totals: EngineStats = field(default_factory=lambda: EngineStats(waiting=0, running=0, pages=8, pages_used=2))
     closed: bool = False
+    ending: bool = False
+    lost: Exception | None = None
 
     def __post_init__(self):
         self.live = set()
-        structures = SimpleNamespace(matcher=lambda structure: None)
-        self.engine = SimpleNamespace(
-            structures=structures, admission=SimpleNamespace(check_fits=lambda sequences: None)
-        )
+        self.structures = SimpleNamespace(matcher=lambda structure: None)
+        self.admission = SimpleNamespace(check_fits=lambda sequences: None)
 
-    def start(self):
+    async def __aenter__(self):
         return self
+
+    async def __aexit__(self, *_):
+        await self.close()
 
     async def close(self, drain=0.0):
         self.closed = True

@@ -55,7 +55,8 @@ if __name__ == "__main__":
     from fake_engine import FakeEngine
     from server_thread import small_tokenizer
 
-    from tilestack.server.process import listen, run_server
+    from tilestack.server.listening import listen
+    from tilestack.server.process import run_server
     from tilestack.server.settings import ServerSettings
 
     settings = ServerSettings(port=0, drain=float(sys.argv[2]))

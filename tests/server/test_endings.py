@@ -295,7 +295,7 @@ def test_what_the_engine_cannot_do_here_or_any_more_has_a_status(serve, fake):
     def missing(structure):
         raise MissingExtra("structured output needs llguidance: pip install llguidance")
 
-    fake.engine.structures.matcher = missing
+    fake.structures.matcher = missing
     url = serve(fake)
     absent = patient.post(url + "/v1/chat/completions", json=CHAT | {"response_format": {"type": "json_object"}})
     assert (absent.status_code, absent.json()["error"]["code"]) == (501, "not_installed")

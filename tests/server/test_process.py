@@ -19,7 +19,8 @@ from server_process import process
 from tilestack import cli
 from tilestack.engine import LLM, EngineSettings, SamplingParams
 from tilestack.server.app import create_app
-from tilestack.server.process import GRACE, DrainingServer, address_to_open, listen
+from tilestack.server.listening import address_to_open, listen
+from tilestack.server.process import GRACE, DrainingServer
 from tilestack.server.settings import ServerSettings
 
 FAKE = str(Path(__file__).with_name("server_process.py"))
@@ -115,7 +116,7 @@ def test_a_server_that_stood_still_gives_clients_their_time_to_hear_of_the_end(f
     drain = app.state.service.drain
     drain.requests = 1
     monkeypatch.setattr(drain, "cancel", lambda: cancelled.append(now[0]))
-    server = DrainingServer(uvicorn.Config(app), drain, 30.0, lambda: None)
+    server = DrainingServer(uvicorn.Config(app), drain, 30.0, lambda: None, fake)
     server.handle_exit(signal.SIGTERM, None)
     ends = {}
     for moment in (1.0, 29.0, 99.0, 99.0 + GRACE, 99.1 + GRACE):
@@ -127,12 +128,12 @@ def test_a_server_that_stood_still_gives_clients_their_time_to_hear_of_the_end(f
 
 def test_a_lost_engine_ends_the_server_and_is_not_the_first_of_two_signals(fake, monkeypatch):
     monkeypatch.setattr("tilestack.server.process.os._exit", lambda code: pytest.fail(f"ended with {code}"))
-    app, lost = create_app(fake), []
+    app = create_app(fake)
     drain = app.state.service.drain
     drain.requests = 1
-    server = DrainingServer(uvicorn.Config(app), drain, 30.0, lambda: None, lambda: bool(lost))
+    server = DrainingServer(uvicorn.Config(app), drain, 30.0, lambda: None, fake)
     ends = [asyncio.run(server.on_tick(1))]
-    lost.append(1)
+    fake.lost = RuntimeError("gone")
     ends.append(asyncio.run(server.on_tick(1)))
     server.handle_exit(signal.SIGTERM, None)  # as a launcher sends that lost one of its processes
     ends.append(asyncio.run(server.on_tick(1)))
@@ -187,14 +188,14 @@ def test_a_model_is_served_with_its_own_sampling_and_a_template_from_a_file(
     template.write_text("{{ messages[0].content }}")
     served = []
 
-    def run(engine, settings, listening, greet, lost):
+    def run(engine, settings, listening, greet):
         stores = (settings.limits.stored, settings.limits.stored_bytes)
         served.append((settings.sampling, settings.split_reasoning, stores, engine.tokenizer.template))
         listening.close()
         greet("http://here")
 
     monkeypatch.setattr("tilestack.server.process.run_server", run)
-    options = ["--generation-config", source, "--chat-template", str(template), "--split-reasoning"]
+    options = ["--one-process", "--generation-config", source, "--chat-template", str(template), "--split-reasoning"]
     options += ["--max-stored", "7", "--max-stored-bytes", "9000"]
     with pytest.raises(SystemExit) as ended:
         cli.main(["serve", "--model", str(own), "--port", "0", "--device", "cpu", *options])

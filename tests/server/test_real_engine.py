@@ -1,4 +1,5 @@
-"""The server around the real engine: a tiny random model, many clients, and what goes wrong on the way."""
+"""The server around the real engine: a tiny random model, many clients, and what goes wrong on the way. All of it with the
+engine in the server's process and in another."""
 
 import asyncio
 import gc
@@ -12,24 +13,33 @@ import httpx2
 import openai
 import patient
 import pytest
-from server_thread import served
+from server_thread import served, served_apart
 from test_endings import abandon, seconds_to_answer, until, usual_seconds
 
-from tilestack.engine import AsyncEngine, EngineSettings
+from tilestack.engine import AsyncEngine, Engine, EngineSettings
 
 # In float32: for bfloat16 oneDNN keeps a kernel for each of the last 1,024 shapes of products, and memory grows up to that.
 SMALL = EngineSettings(device="cpu", dtype="float32", max_sequences=16, kv_memory=1 << 20, step_tokens=256)
 CHAT = {"messages": [{"role": "user", "content": "the cat sat"}]}
 
 
+def in_one_process(engine):
+    return served(AsyncEngine(engine, "tiny"))
+
+
+@pytest.fixture(params=[in_one_process, served_apart])
+def behind_http(request):
+    return request.param
+
+
 @pytest.fixture
 def engine(folder):
-    return AsyncEngine.load(folder, SMALL)
+    return Engine.load(folder, SMALL)
 
 
 @pytest.fixture
-def url(engine):
-    with served(engine) as address:
+def url(engine, behind_http):
+    with behind_http(engine) as address:
         yield address
 
 
@@ -69,7 +79,7 @@ def test_an_exception_in_the_model_fails_those_requests_and_the_server_lives(url
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as broken_for_now:
-        broken_for_now.setattr(engine.engine.runner, "launch", broken)
+        broken_for_now.setattr(engine.runner, "launch", broken)
         for stream in (False, True):
             failed = patient.post(url + "/v1/chat/completions", json=asked | {"stream": stream})
             assert (failed.status_code, failed.json()["error"]["code"]) == (500, "model_error")
@@ -78,8 +88,8 @@ def test_an_exception_in_the_model_fails_those_requests_and_the_server_lives(url
     assert idle_soon(engine)
 
 
-def test_a_full_queue_answers_429(folder):
-    engine = AsyncEngine.load(folder, EngineSettings(device="cpu", max_sequences=1, queue=1))
+def test_a_full_queue_answers_429(folder, behind_http):
+    engine = Engine.load(folder, EngineSettings(device="cpu", max_sequences=1, queue=1))
 
     async def ask_one_after_another(address):
         async with httpx2.AsyncClient(base_url=address, timeout=patient.LONG) as client:
@@ -90,7 +100,7 @@ def test_a_full_queue_answers_429(folder):
             asking[1].cancel()
             return refused.status_code, (await asking[0]).status_code
 
-    with served(engine) as address:
+    with behind_http(engine) as address:
         for never in ({"prompt": "a", "n": 3}, {"prompt": ["a", "b", "c"]}, {"prompt": "a", "best_of": 3}):
             refused = patient.post(address + "/v1/completions", json=never)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
@@ -202,6 +212,7 @@ async def soak(url, count, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("behind_http", [served_apart], indirect=True)
 def test_five_thousand_mixed_requests_leave_memory_flat(url, engine):
     held, statuses = [], []
     for part in range(5):

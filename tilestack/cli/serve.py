@@ -6,9 +6,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -27,7 +26,10 @@ from tilestack.cli.speaker import (
 from tilestack.parallel import environment
 
 if TYPE_CHECKING:
-    from tilestack.engine import AsyncEngine, EngineSettings
+    from tilestack.engine import Engine, EngineSettings
+    from tilestack.server.apart import ServerApart
+    from tilestack.server.process import ServerHere
+    from tilestack.server.settings import ServerSettings
 
 GIB = 1 << 30
 YEAR = 365 * 86400  # seconds; --drain may be infinite
@@ -50,6 +52,7 @@ def serve_command(
     events_per_second: Annotated[float, typer.Option(help="Limit over all streams; above it, several tokens share an event.", min=1)] = 1500.0,
     generation_config: Annotated[str, typer.Option(help="Sampling defaults of requests: the model's generation_config.json, or none of it (then OpenAI's).")] = "model",
     chat_template: ChatTemplate = None,
+    one_process: Annotated[bool, typer.Option("--one-process", help="Run HTTP and the engine in one process, for debuggers; by default HTTP has its own, so that it does not slow the engine.")] = False,
     split_reasoning: Annotated[bool, typer.Option("--split-reasoning", help="Return what the model writes between <think> and </think> apart: as reasoning_content, reasoning items or thinking blocks.")] = False,
     api_key: Annotated[str | None, access(help="Require this key on all routes but /health and the chat page, which asks for it. Set it by the environment to keep it out of `ps`.", envvar="TILESTACK_API_KEY", show_default=False)] = None,
     cors: Annotated[list[str] | None, access(help="Allowed CORS origin, such as https://example.org; may be given several times.", show_default=False)] = None,
@@ -97,7 +100,7 @@ def serve_command(
         raise ValueError(f"--generation-config is model or none, not {generation_config}")
     check_packages(model)
     template = None if chat_template is None else read_template(chat_template)
-    from tilestack.server.process import address_to_open, listen, run_server
+    from tilestack.server.listening import address_to_open
     from tilestack.server.settings import LOOPBACK, Limits, ServerSettings
 
     limits = Limits(
@@ -163,19 +166,28 @@ def serve_command(
         if host not in LOOPBACK and api_key is None:
             console.print(f"anyone who reaches {host} may use it; --api-key asks for a key", style="yellow")
 
-    with engine_of(model, wanted, tensor, lambda: listen(settings)) as ready:
+    apart = os.name == "posix" and not one_process
+    with engine_of(model, wanted, tensor, lambda: server_of(settings, apart)) as ready:
         if ready is None:
             return  # the first process has served, and this one followed it
-        served, listening = ready
-        if template is not None:
+        served, server = ready
+        if template is not None and served.tokenizer is not None:
             served.tokenizer.template = template
         if warm_up:
             warm_up_in_sight(served)
+        called = Path(model).name
+        server.run(served, called, lambda address: greet(address, name or called))
 
-        def lost() -> bool:  # of several processes, each other
-            return getattr(served.engine, "lost", None) is not None
 
-        run_server(served, settings, listening, lambda address: greet(address, name or served.model_name), lost)
+def server_of(settings: "ServerSettings", apart: bool) -> "ServerHere | ServerApart":
+    """A server in a process of its own, in which case this one does without its packages, or in this one."""
+    if apart:
+        from tilestack.server.apart import ServerApart
+
+        return ServerApart(settings)
+    from tilestack.server.process import ServerHere
+
+    return ServerHere(settings)
 
 
 def launch_shared(model: str, settings: "EngineSettings", processes: int, drain: float) -> NoReturn:
@@ -204,17 +216,20 @@ def launch_shared(model: str, settings: "EngineSettings", processes: int, drain:
 
 @contextmanager
 def engine_of(
-    model: str, settings: "EngineSettings", tensor: int, listen: Callable[[], socket]
-) -> "Iterator[tuple[AsyncEngine, socket] | None]":
-    """An engine, and the socket that it is asked by, which is taken before the model is loaded. Of several processes the
-    first has them, and while it serves the others follow it."""
-    from tilestack.engine import AsyncEngine
+    model: str,
+    settings: "EngineSettings",
+    tensor: int,
+    serve: "Callable[[], AbstractContextManager[ServerHere | ServerApart]]",
+) -> "Iterator[tuple[Engine, ServerHere | ServerApart] | None]":
+    """An engine, and its server, which takes its address before the model is loaded. Of several processes the first has them,
+    and while it serves the others follow it."""
+    from tilestack.engine import Engine
     from tilestack.server.request_log import log_to_stderr
 
     if tensor == 1:
-        listening = listen()
-        log_to_stderr()  # what the engine takes, and what it compiles
-        yield AsyncEngine.load(model, settings), listening
+        with serve() as alone:
+            log_to_stderr()  # what the engine takes, and what it compiles
+            yield Engine.load(model, settings), alone
         return
     import torch
 
@@ -222,28 +237,28 @@ def engine_of(
     from tilestack.parallel.processes import ProcessLost, joined
     from tilestack.parallel.serving import LeadingEngine, Orders, follow, load_shared
 
-    with joined(settings.device or "auto", tensor=tensor, advice=START_AGAIN) as mesh:
-        made = listen() if mesh.first else None
+    with joined(settings.device or "auto", tensor=tensor, advice=START_AGAIN) as mesh, ExitStack() as stack:
+        server = stack.enter_context(serve()) if mesh.first else None
         log_to_stderr(logging.INFO if mesh.first else logging.ERROR)  # what all would say, one says
         on_gpu = pick_device(settings.device).type == "cuda"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         shared = load_shared(model, settings, mesh, device)
-        if made is None:
+        if server is None:
             follow(shared, Orders())
             yield None
             return
         assert isinstance(shared, LeadingEngine)
-        yield AsyncEngine(shared, Path(model).name), made
+        yield shared, server
         if shared.lost is not None:
             raise ProcessLost(f"the processes that share the model lost each other: {shared.lost}; {START_AGAIN}")
         shared.close()
 
 
-def warm_up_in_sight(served: "AsyncEngine") -> None:
+def warm_up_in_sight(served: "Engine") -> None:
     """Capture the engine's graphs, with a progress bar where standard error is a terminal; elsewhere it is for the log."""
     progress = progress_bar()
     progress.disable = not progress.console.is_terminal
-    prepare = getattr(served.engine, "warm_up", served.engine.runner.warm_up)  # of several processes all have to
+    prepare = getattr(served, "warm_up", served.runner.warm_up)  # of several processes all have to
     with progress:
         task = progress.add_task("warming up", total=None)
         prepare(lambda what, done, all: progress.update(task, description=what, completed=done, total=all))

@@ -95,6 +95,15 @@ class Tokenizer:
         else:
             jinja.write_text(self.template, encoding="utf-8")
 
+    def to_json(self) -> str:
+        """All of it in one text, for another process; `from_json` reads it."""
+        return json.dumps({"backend": self.backend.to_str(), "template": self.template, **self._named()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tokenizer":
+        named = json.loads(text)
+        return cls(tokenizers.Tokenizer.from_str(named.pop("backend")), **named)
+
     def encode(self, text: str, *, bare: bool = False) -> list[int]:
         """Ids of a text, with what the tokenizer puts around it (a begin token) unless `bare`. Special tokens written in
         the text are read as such."""

@@ -1,7 +1,8 @@
 """Inference: requests come, a scheduler chooses what each step computes, a runner computes it, and text streams back.
 
     LLM            many prompts at once, offline (llm.py)
-    AsyncEngine    requests that stream into asyncio (asynchronous.py)
+    AsyncEngine    requests that stream into asyncio (asynchronous.py); RemoteEngine (remote.py) and EngineHost (host.py)
+                   are the two ends of the same between processes
     Engine         add a request, take a step, read what came (engine.py)
     Scheduler      which tokens the next step computes (scheduler.py), in which pages (pages.py)
     Runner         one forward over a flat batch, and the tokens drawn after it (runner.py, sampling.py)

@@ -1,43 +1,40 @@
-"""The engine for programs that wait: a thread takes its steps, and requests stream into any asyncio loop.
+"""The engine for programs that wait: requests stream into any asyncio loop.
 
     async with AsyncEngine.load("smollm2") as engine:
         stream = engine.submit(ids, SamplingParams(max_tokens=64))
         async for delta in stream:
             print(delta.text, end="")
 
-Only the thread touches the engine. Others leave what they want in its inbox, and find deltas in their loop. Whatever
-happens to the thread, every stream ends.
+A thread takes the steps (thread.py), and leaves deltas where the loop finds them (delta_queue.py).
 """
 
 import asyncio
 import itertools
 import logging
-import queue
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from tilestack.data import Tokenizer
+from tilestack.engine.admission import Admission
 from tilestack.engine.delta_queue import DeltaQueue
 from tilestack.engine.engine import Engine, EngineStats, News
 from tilestack.engine.outputs import Delta, TokenLogprob, Usage
-from tilestack.engine.params import RequestError, SamplingParams
+from tilestack.engine.params import SamplingParams
 from tilestack.engine.sequence import Request
 from tilestack.engine.settings import EngineSettings
-from tilestack.garbage import startup_frozen
+from tilestack.engine.structure import Structures
+from tilestack.engine.thread import EngineClosed as EngineClosed
+from tilestack.engine.thread import EngineThread
 
 log = logging.getLogger(__name__)
-
-
-class EngineClosed(RuntimeError):
-    """The engine takes no more requests."""
 
 
 class Stream:
     """What comes of a request: iterate for its deltas. Leaving an `async with` block cancels what is left of it."""
 
-    def __init__(self, engine: "AsyncEngine", request: Request, loop: asyncio.AbstractEventLoop):
+    def __init__(self, engine: Any, request: Request, loop: asyncio.AbstractEventLoop):
         self.engine, self.request = engine, request
         self.deltas = DeltaQueue(loop)
 
@@ -68,16 +65,16 @@ class Stream:
         return self.request.prompt_logprobs if self.request.params.prompt_logprobs is not None else None
 
 
-class AsyncEngine:
+class AsyncEngine(EngineThread):
+    """What a server asks; `RemoteEngine` (remote.py) is the same for an engine in another process."""
+
+    streams: dict[Request, Stream]
+    ending = False  # whether who holds the engine wants its server to end
+
     def __init__(self, engine: Engine, model_name: str = ""):
-        self.engine, self.model_name = engine, model_name
-        self.inbox: queue.SimpleQueue[Callable[[], list[News]]] = queue.SimpleQueue()
-        self.streams: dict[Request, Stream] = {}
+        super().__init__(engine)
+        self.model_name = model_name
         self.numbers = itertools.count()
-        self.thread: threading.Thread | None = None
-        self.closing = self.closed = False
-        self.entering = 0  # sequences in the inbox
-        self.lock = threading.Lock()  # of what several threads change: `closing` and `entering`
 
     @classmethod
     def load(cls, model: str | Path, settings: EngineSettings | None = None) -> "AsyncEngine":
@@ -100,14 +97,16 @@ class AsyncEngine:
     def adapters(self) -> tuple[str, ...]:
         return self.engine.adapter_names
 
+    @property
+    def admission(self) -> Admission:
+        return self.engine.admission
+
+    @property
+    def structures(self) -> Structures:
+        return self.engine.structures
+
     def stats(self) -> EngineStats:
         return self.engine.stats()
-
-    def start(self) -> "AsyncEngine":
-        if self.thread is None:
-            self.thread = threading.Thread(target=self.run, name="engine", daemon=True)
-            self.thread.start()
-        return self
 
     async def __aenter__(self) -> "AsyncEngine":
         return self.start()
@@ -138,29 +137,13 @@ class AsyncEngine:
         def enter() -> list[News]:
             self.streams[request] = stream
             try:
-                self.engine.accept(request)
-            except Exception as problem:
-                if not isinstance(problem, RequestError | ModuleNotFoundError):
-                    log.exception("a request could not be added")
-                self.deliver([(request, Delta(0, finish="error", error=str(problem)))], ended=True)
+                return self.enter(request)
             finally:
                 with self.lock:  # not before it waits, lest others take its place
                     self.entering -= params.drawn
-            return []
 
         self.leave(enter, params.drawn)
         return stream
-
-    def leave(self, wish: Callable[[], list[News]], entering: int = 0) -> None:
-        """Put a wish into the inbox, which brings so many sequences; once the engine is closing nobody would read it."""
-        with self.lock:
-            if self.closing:
-                raise EngineClosed("the engine is being closed")
-            self.entering += entering
-            self.inbox.put(wish)
-
-    def cancel(self, request: Request) -> None:
-        self.inbox.put(lambda: self.engine.cancel(request.id) if request in self.streams else [])
 
     async def close(self, drain: float = 0.0) -> None:
         """Take no more requests, give those that run so many seconds, cancel the rest, and end the thread."""
@@ -170,46 +153,7 @@ class AsyncEngine:
         ends = loop.time() + drain
         while (self.streams or self.entering) and loop.time() < ends and self.thread is not None:
             await asyncio.sleep(0.02)
-        self.closed = True
-        self.inbox.put(list)
-        self.start()  # one that never ran ends what was asked of it all the same
-        assert self.thread is not None
-        await loop.run_in_executor(None, self.thread.join)
-
-    def run(self) -> None:
-        with startup_frozen(self.engine.runner.device):
-            self.take_steps()
-
-    def take_steps(self) -> None:
-        """The thread: take what is in the inbox, take a step, hand on what came of it."""
-        try:
-            while not self.closed:
-                try:
-                    if not self.engine.busy:
-                        self.deliver(self.inbox.get()())
-                    self.read_inbox()
-                    if self.engine.busy:
-                        self.deliver(self.engine.step())
-                except Exception as problem:
-                    log.exception("the engine failed")
-                    self.deliver(self.engine.fail_all(problem))
-        finally:
-            with self.lock:
-                self.closing = self.closed = True
-            self.end_all()
-
-    def read_inbox(self) -> None:
-        while not self.inbox.empty():
-            self.deliver(self.inbox.get()())
-
-    def end_all(self) -> None:
-        """The thread ends: so does whatever there is, wherever it is."""
-        try:
-            self.read_inbox()
-            self.deliver(self.engine.fail_all(EngineClosed("the engine was closed"), "cancelled"))
-        finally:
-            for request in list(self.streams):
-                self.deliver([(request, Delta(0, finish="cancelled"))], ended=True)
+        await loop.run_in_executor(None, self.stop)
 
     def deliver(self, news: list[News], ended: bool = False) -> None:
         """Leave deltas for their streams, with one call into each loop where somebody waits for some."""

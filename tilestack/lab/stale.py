@@ -43,6 +43,10 @@ OF_AN_ENGINE = (
 OF_STREAMS = (
     "engine/asynchronous.py",
     "engine/delta_queue.py",
+    "engine/host.py",
+    "engine/messages.py",
+    "engine/remote.py",
+    "engine/thread.py",
 )  # which a server has, and an engine by itself does without
 OF_A_SERVER = ("server", "data/tokenizer.py", "lab/serving/load", "lab/serving/bench_http.py")
 OF_A_DEVICE = {

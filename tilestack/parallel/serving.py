@@ -21,7 +21,7 @@ import signal
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,9 @@ import torch.distributed as dist
 from tilestack import models
 from tilestack.ahead.pool import JOBS_VARIABLE
 from tilestack.data import Tokenizer
-from tilestack.engine import EngineSettings, SamplingParams
+from tilestack.engine import EngineSettings
 from tilestack.engine.engine import Engine, News
-from tilestack.engine.params import Structure
+from tilestack.engine.messages import request_as_words, request_from_words
 from tilestack.engine.runner import Step
 from tilestack.engine.sequence import Request, Sequence
 from tilestack.engine.settings import memory_for_pages
@@ -128,7 +128,7 @@ class LeadingEngine(SharedEngine):
         if request.params.seed is None:  # which every process would draw for itself
             request.params = replace(request.params, seed=random.SystemRandom().getrandbits(63))
         super().accept(request)
-        self.untold.append(["accept", as_words(request)])
+        self.untold.append(["accept", request_as_words(request)])
 
     def cancel(self, id: str) -> list[News]:
         if id in self.requests:
@@ -165,7 +165,7 @@ def follow(engine: SharedEngine, orders: Orders) -> None:
     while True:
         for what, *given in orders.hear():
             if what == "accept":
-                engine.accept(from_words(*given))
+                engine.accept(request_from_words(*given))
             elif what == "cancel":
                 engine.cancel(*given)
             elif what == "warm up":
@@ -178,26 +178,6 @@ def follow(engine: SharedEngine, orders: Orders) -> None:
                     raise engine.lost
             else:
                 return
-
-
-def as_words(request: Request) -> dict[str, Any]:
-    """A request as JSON can say it."""
-    params = {field.name: getattr(request.params, field.name) for field in fields(SamplingParams)}
-    params["logit_bias"] = list(params["logit_bias"].items())
-    params["structure"] = params["structure"] and asdict(params["structure"])
-    names = ("id", "prompt", "priority", "adapter", "salt", "pooling")
-    return {name: getattr(request, name) for name in names} | {"params": params}
-
-
-def from_words(words: dict[str, Any]) -> Request:
-    params = words["params"]
-    read = dict(
-        logit_bias=dict(params["logit_bias"]),
-        structure=params["structure"] and Structure(**params["structure"]),
-        stop=tuple(params["stop"]),
-        stop_ids=tuple(params["stop_ids"]),
-    )
-    return Request(**words | {"params": SamplingParams(**params | read)})
 
 
 def load_shared(model: str | Path, settings: EngineSettings, mesh: Mesh, device: torch.device) -> SharedEngine:

@@ -26,19 +26,18 @@ from tilestack.server.settings import ServerSettings
 from tilestack.server.token_routes import token_routes
 
 if TYPE_CHECKING:
-    from tilestack.engine import AsyncEngine
+    from tilestack.engine.remote import ServedEngine
 
 
-def create_app(engine: "AsyncEngine", settings: ServerSettings | None = None) -> FastAPI:
+def create_app(engine: "ServedEngine", settings: ServerSettings | None = None) -> FastAPI:
     """A server of this engine, which starts and ends with it."""
     service = Service(engine, settings or ServerSettings())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        engine.start()
-        await warm_up(engine.tokenizer)
-        yield
-        await engine.close()
+        async with engine:
+            await warm_up(engine.tokenizer)
+            yield
 
     app = FastAPI(
         title="tilestack",
@@ -59,7 +58,7 @@ def create_app(engine: "AsyncEngine", settings: ServerSettings | None = None) ->
     @app.get("/health", responses=ERRORS)
     async def health() -> Response:
         """Whether requests are taken."""
-        if service.drain.begun or engine.closed:  # which it is, too, when its thread has died
+        if service.drain.begun or engine.closed:  # which it is, too, when its thread or its process has died
             return JSONResponse({"status": "ending"}, 503)
         return JSONResponse({"status": "ok"})
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from tilestack.engine import AsyncEngine
+    from tilestack.engine.remote import ServedEngine
 
 FIRST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 1, 5)
@@ -35,7 +35,7 @@ COUNTERS = {
 class EngineState:
     """Reads the engine when Prometheus asks, so that a step of it pays nothing."""
 
-    def __init__(self, engine: "AsyncEngine"):
+    def __init__(self, engine: "ServedEngine"):
         self.engine = engine
 
     def collect(self) -> Iterator[Metric]:
@@ -53,7 +53,7 @@ class EngineState:
 class Metrics:
     """The measurements of one server."""
 
-    def __init__(self, engine: "AsyncEngine"):
+    def __init__(self, engine: "ServedEngine"):
         self.registry = CollectorRegistry()
         self.registry.register(EngineState(engine))  # type: ignore[arg-type]
         made: dict[str, Any] = {"registry": self.registry}

@@ -1,7 +1,7 @@
 """Tokens that come together go out together.
 
 An event costs the server some 40 µs, and a token of a small model on a GPU less than that: sent one by one, tokens would come
-faster than Python writes them, and writing them would hold up the engine, whose thread shares the interpreter. So a stream
+faster than Python writes them, and where the engine is in the same process, writing them would hold it up. So a stream
 waits a little between events, the longer the more streams there are, and then sends all that has come. The end of an answer
 does not wait: whoever asked may have another question.
 """

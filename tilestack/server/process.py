@@ -1,29 +1,30 @@
 """The server as a process: it says where it listens, and ends in order.
 
 The first SIGTERM or Ctrl-C turns new requests away and gives running ones their time; the process then ends with 0. A
-second ends it at once. An engine that is lost ends it as the first does, and is no signal: one may well follow.
+second ends it at once. An engine that is lost ends it too, and is no signal: one may well follow. In a process of its own
+(apart.py) the server hears no signals, and its engine says when to end.
 """
 
-import errno
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import uvicorn
 
 from tilestack.server.app import create_app
 from tilestack.server.drain import Drain
+from tilestack.server.listening import BACKLOG, address_of, listen
 from tilestack.server.request_log import log, log_to_stderr
 from tilestack.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from tilestack.engine import AsyncEngine
+    from tilestack.engine import Engine
+    from tilestack.engine.remote import ServedEngine
 
-BACKLOG = 2048  # connections that wait to be taken
 GRACE = 2.0  # seconds for answers that were ended to reach their clients
 
 
@@ -36,10 +37,10 @@ class DrainingServer(uvicorn.Server):
         drain: Drain,
         seconds: float,
         ready: Callable[[], None],
-        lost: Callable[[], bool] = lambda: False,
+        engine: "ServedEngine",
     ):
         super().__init__(config)
-        self.drain, self.seconds, self.ready, self.lost = drain, seconds, ready, lost
+        self.drain, self.seconds, self.ready, self.engine = drain, seconds, ready, engine
         self.asked = False  # to end, by a signal
         self.until = 0.0  # when running requests have had their time
         self.cancelled = 0.0  # when those that were left were ended
@@ -53,18 +54,21 @@ class DrainingServer(uvicorn.Server):
         if self.asked:
             os._exit(128 + sig)
         self.asked = True
-        self.begin_drain()
+        self.begin_drain(self.seconds)
 
-    def begin_drain(self) -> None:
+    def begin_drain(self, seconds: float) -> None:
         if self.drain.begun:
             return
         self.drain.begun = True
-        self.until = time.monotonic() + self.seconds
-        log.info("ending", extra={"fields": {"running": self.drain.requests, "drain_seconds": self.seconds}})
+        self.until = time.monotonic() + seconds
+        log.info("ending", extra={"fields": {"running": self.drain.requests, "drain_seconds": seconds}})
 
     async def on_tick(self, counter: int) -> bool:
-        if self.lost():
-            self.begin_drain()
+        if self.engine.lost is not None:
+            self.begin_drain(0.0)  # there is nothing to wait for
+            self.until = 0.0
+        elif self.engine.ending:
+            self.begin_drain(self.seconds)
         if self.drain.begun and not self.should_exit:
             now = time.monotonic()
             if now > self.until:
@@ -74,41 +78,31 @@ class DrainingServer(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def listen(settings: ServerSettings) -> socket.socket:
-    """A socket at the server's address; taken before the model is loaded, since that may last. It listens at once: Linux
-    gives an address twice as long as nobody does, and who comes early waits instead of being refused."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
-    except (OSError, OverflowError) as problem:
-        taken = "; give another --port, or 0 for a free one" if getattr(problem, "errno", 0) == errno.EADDRINUSE else ""
-        raise ValueError(f"cannot listen on {settings.host} port {settings.port}: {problem}{taken}") from problem
-    return made
+class ServerHere:
+    """The server in the engine's own process, where a debugger sees both."""
 
+    def __init__(self, settings: ServerSettings):
+        self.settings, self.listening = settings, listen(settings)
 
-def address_of(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    def __enter__(self) -> Self:
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        self.listening.close()
 
-def address_to_open(address: str) -> str:
-    """Where a browser of this machine finds a server that listens on all interfaces, which is an address to nobody."""
-    return address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    def run(self, engine: "Engine", name: str, greet: Callable[[str], None]) -> None:
+        from tilestack.engine import AsyncEngine
+
+        run_server(AsyncEngine(engine, name), self.settings, self.listening, greet)
 
 
 def run_server(
-    engine: "AsyncEngine",
+    engine: "ServedEngine",
     settings: ServerSettings,
     listening: socket.socket,
     greet: Callable[[str], None] = lambda address: None,
-    lost: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Serve until a signal comes, or the engine is lost; `greet` is called with the address when requests are taken.
+    """Serve until a signal comes, or the engine is lost or wants it; `greet` is called with the address when requests are taken.
 
     uvicorn reads requests with httptools and waits with uvloop where they are installed, else more slowly with Python alone.
     """
@@ -131,7 +125,7 @@ def run_server(
         log.info("listening", extra={"fields": {"address": address, "model": app.state.service.name}})
         greet(address)
 
-    server = DrainingServer(config, app.state.service.drain, settings.drain, ready, lost)
+    server = DrainingServer(config, app.state.service.drain, settings.drain, ready, engine)
     server.run(sockets=[listening])
     if not server.started:
         sys.exit(1)

@@ -16,7 +16,7 @@ from tilestack.server.metrics import Metrics, Stopwatch
 from tilestack.server.pacing import Pace, paced
 
 if TYPE_CHECKING:
-    from tilestack.engine import AsyncEngine
+    from tilestack.engine.remote import ServedEngine
 
 Prompt = tuple[list[int], SamplingParams]
 
@@ -26,7 +26,7 @@ class Running:
 
     def __init__(
         self,
-        engine: "AsyncEngine",
+        engine: "ServedEngine",
         metrics: Metrics,
         prompts: Sequence[Prompt],
         *,
@@ -47,7 +47,7 @@ class Running:
 
     def submit(self, id: str, **options: Any) -> None:
         """Hand all prompts to the engine, or none."""
-        self.engine.engine.admission.check_fits(sum(params.drawn for _, params in self.prompts))
+        self.engine.admission.check_fits(sum(params.drawn for _, params in self.prompts))
         try:
             for number, (ids, params) in enumerate(self.prompts):
                 self.streams.append(self.engine.submit(ids, params, id=f"{id}-{number}", **options))

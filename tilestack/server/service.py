@@ -28,7 +28,7 @@ from tilestack.server.settings import ServerSettings
 from tilestack.server.token_text import TokenTexts
 
 if TYPE_CHECKING:
-    from tilestack.engine import AsyncEngine
+    from tilestack.engine.remote import ServedEngine
 
 Result = TypeVar("Result")
 Vector = tuple[float, ...]
@@ -44,7 +44,7 @@ class ClientLeft(ApiError):
 class Service:
     """One engine behind one server."""
 
-    def __init__(self, engine: "AsyncEngine", settings: ServerSettings):
+    def __init__(self, engine: "ServedEngine", settings: ServerSettings):
         self.engine, self.settings = engine, settings
         self.name = settings.name or engine.model_name
         self.began = int(time.time())
@@ -80,7 +80,7 @@ class Service:
         if params.structure is None:
             return
         try:
-            await asyncio.to_thread(self.engine.engine.structures.matcher, params.structure)
+            await asyncio.to_thread(self.engine.structures.matcher, params.structure)
         except RequestError as problem:
             raise refuse(str(problem), structure_field(request)) from problem
 

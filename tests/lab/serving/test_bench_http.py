@@ -2,12 +2,13 @@
 
 import pytest
 
+from tilestack.engine.host import EngineHost
 from tilestack.lab.serving import bench_http
 
 
 def test_both_ways_answer_the_same_requests_a_few_at_a_time(monkeypatch, capfd):
     monkeypatch.setattr(bench_http, "STREAMS", 3)
-    texts, streams, at_once = {}, [], []
+    texts, at_once = {}, []
     run = bench_http.LLM.run
 
     def noted(self, requests):
@@ -15,15 +16,14 @@ def test_both_ways_answer_the_same_requests_a_few_at_a_time(monkeypatch, capfd):
         return run(self, requests)
 
     monkeypatch.setattr(bench_http.LLM, "run", noted)
-    submit = bench_http.AsyncEngine.submit
+    begin = EngineHost.begin
 
-    def submitted(self, prompt, params, **named):
-        texts.setdefault("http", []).append((prompt, params.max_tokens))
-        streams.append(submit(self, prompt, params, **named))
-        at_once.append(sum(not stream.deltas.ended for stream in streams))
-        return streams[-1]
+    def begun(self, number, request):
+        texts.setdefault("http", []).append((request.prompt, request.params.max_tokens))
+        at_once.append(len(self.streams) + 1)
+        return begin(self, number, request)
 
-    monkeypatch.setattr(bench_http.AsyncEngine, "submit", submitted)
+    monkeypatch.setattr(EngineHost, "begin", begun)
     rows = bench_http.bench_http("cpu", prompt=3, answer=4, turns=1)
     assert [row["backend"] for row in rows] == ["offline", "http"]
     assert all(row["figure"] > 0 and row["cpu_us"] > 0 for row in rows)

@@ -5,8 +5,8 @@ another process reads: always 64 at once, the next as soon as one has ended. Ans
 and go all the time; were they all to come at once, it would be measured how fast a client makes connections. Two figures of
 each way:
 
-    tokens/s       what whoever asks gets. Where cores are few, the reader's work is in it too
-    µs of CPU      for a token, of all threads of the serving process: its own work alone, whatever else runs
+    tokens/s       what whoever asks gets. Where cores are few, the server's and the reader's work is in it too
+    µs of CPU      for a token, of the engine's process and of the server's: their own work alone, whatever else runs
 
 The best of a few turns is kept, since what disturbs one only ever adds to it. On a CPU the model computes with one thread, so
 that waiting threads do not count as work.
@@ -14,6 +14,8 @@ that waiting threads do not count as work.
 
 import functools
 import json
+import os
+import queue
 import subprocess
 import sys
 import threading
@@ -21,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -29,7 +32,7 @@ from rich.table import Table
 
 from tilestack import models
 from tilestack.data import Tokenizer
-from tilestack.engine import LLM, AsyncEngine, Engine, EngineSettings, Request, SamplingParams
+from tilestack.engine import LLM, Engine, EngineSettings, Request, SamplingParams
 from tilestack.lab.bench.timing import one_thread_on
 from tilestack.lab.labels import dtype_name
 from tilestack.lab.serving.bench_serve import QWEN3, SMALL, name_of
@@ -147,17 +150,23 @@ def offline(engine: Engine, asked: Workload) -> Turn:
 
 def over_http(engine: Engine, asked: Workload) -> Turn:
     """The same requests as streams that another process reads."""
-    with serving(engine) as address:
+    with serving(engine) as (address, server):
         command = [sys.executable, "-m", "tilestack", "load", address, "--model", "bench", *asked.options()]
-        cpu = time.process_time()
+        cpu = time.process_time() + cpu_seconds_of(server)
         done = subprocess.run(
             [*command, "--concurrency", f"{STREAMS}", "--warmup", "0", "--json", "-"], stdout=subprocess.PIPE, text=True
         )
-        cpu = time.process_time() - cpu
+        cpu = time.process_time() + cpu_seconds_of(server) - cpu
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}")
     figures = json.loads(done.stdout)
     return of_each_token(figures["duration"], cpu, figures["total_output_tokens"], asked.asks())
+
+
+def cpu_seconds_of(process: int) -> float:
+    """What a process that runs has taken, in all its threads, as Linux tells it."""
+    times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[11:13]  # after its name: proc(5)
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
 def of_each_token(seconds: float, cpu_seconds: float, made: int, asks: list[Ask]) -> Turn:
@@ -168,29 +177,25 @@ def of_each_token(seconds: float, cpu_seconds: float, made: int, asks: list[Ask]
 
 
 @contextmanager
-def serving(engine: Engine) -> Iterator[str]:
-    """An engine behind HTTP in this process, as `tilestack serve` has it; its address."""
-    import uvicorn
-
-    from tilestack.server.app import create_app
-    from tilestack.server.process import address_of, listen
+def serving(engine: Engine) -> Iterator[tuple[str, int]]:
+    """An engine behind HTTP as `tilestack serve` has it: the server's address, and its process."""
+    from tilestack.server.apart import ServerApart
     from tilestack.server.settings import ServerSettings
 
-    settings = ServerSettings(port=0)
-    listening = listen(settings)
-    app = create_app(AsyncEngine(engine, "bench"), settings)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="on", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
-    thread.start()
-    try:
-        while not server.started:
-            if not thread.is_alive():
-                raise RuntimeError("the server did not start")
-            time.sleep(0.01)
-        yield address_of(listening)
-    finally:
-        server.should_exit = True
-        thread.join()
+    listening: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with ServerApart(ServerSettings(port=0), log=subprocess.DEVNULL) as server:
+        host = server.host(engine, "bench", listening.put)
+        thread = threading.Thread(target=host.serve, daemon=True)
+        thread.start()
+        try:
+            while listening.empty():
+                if not thread.is_alive():
+                    raise RuntimeError("the server did not start")
+                time.sleep(0.01)
+            yield listening.get(), server.process.pid
+        finally:
+            host.ask_to_end()
+            thread.join()
 
 
 def costs(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
