@@ -28,7 +28,7 @@ from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_pow
 
 ELEMENTS, WARPS = 1024, 4  # of a tile, and of the program that turns it
 MOST_BLOCKS = 8  # of heads that a program holds
-PROGRAMS = 16  # for each multiprocessor, below which blocks of heads are programs of their own
+PROGRAMS = 8  # at work on a multiprocessor: with fewer tiles, blocks of heads are programs of their own
 
 
 @triton.jit
