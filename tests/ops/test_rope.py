@@ -151,16 +151,21 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("elements", [32, 128], ids=["a token a tile", "tokens share a tile"])
+@pytest.mark.parametrize(
+    "blocks", [1, 2, 4], ids=["a block a program", "q and k share a program", "all heads a program"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_tiles_of_any_size_over_any_layout(layout, elements, monkeypatch):
+def test_tiles_of_any_size_over_any_layout(layout, blocks, elements, monkeypatch):
     """With fewer programs than tiles, tokens that fill no tile, and no eps to make up for rows that do not exist."""
     for module, name, value in (
         (kernels.attention.rope, "ELEMENTS", elements),
+        (kernels.attention.rope, "MOST_BLOCKS", blocks),
+        (kernels.attention.rope, "PROGRAMS", 0),
         (kernels.attention.qk_norm_rope, "BACK_ELEMENTS", elements),
         (kernels.attention.qk_norm_rope, "BACK_PROGRAMS", 1),
     ):
         monkeypatch.setattr(module, name, value)
-    q, k = (LAYOUTS[layout](2, 5, heads, 16).requires_grad_() for heads in (4, 2))
+    q, k = (LAYOUTS[layout](2, 5, heads, 16).requires_grad_() for heads in (6, 2))
     weights = [torch.randn(16, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     cos, sin = tables(frequencies(16)[0], 9, dtype=torch.float64)
     for positions in (None, torch.arange(5, 10) % 9, torch.arange(10).view(2, 5) % 9):
@@ -171,6 +176,12 @@ def test_tiles_of_any_size_over_any_layout(layout, elements, monkeypatch):
                     *ops.rope(q, k, cos, sin, positions),
                     *ops.qk_norm_rope(q, k, *weights, cos, sin, positions, eps=0.0),
                 )
+            if layout != "elements apart":
+                over_q, over_k = (x.detach().clone() for x in (q, k))
+                with contract.backend(backend):
+                    ops.rope_(over_q, over_k, cos, sin, positions)
+                assert torch.equal(over_q, turned[0])
+                assert torch.equal(over_k, turned[1])
             loss = sum((x * torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view_as(x)).sum() for x in turned)
             found.append([*turned, *torch.autograd.grad(loss, (q, k, *weights))])
         for a, b in zip(*found, strict=True):

@@ -20,8 +20,6 @@ from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.qk_norm_rope import norm_turn_back
 from tilestack.kernels.attention.rope import (
-    ELEMENTS,
-    WARPS,
     empty_like_pair,
     heads_of,
     load_head_columns,
@@ -32,6 +30,8 @@ from tilestack.kernels.attention.rope import (
     walk,
 )
 from tilestack.kernels.tiles import cdiv
+
+COPY_ELEMENTS, COPY_WARPS = 2048, 4  # of a tile, and of the program that copies it
 
 
 @triton.jit
@@ -52,10 +52,10 @@ def copy_heads_kernel(
 
 def copy_heads(x: Tensor, out: Tensor) -> None:
     (batch, sequence, _), strides = walk(None, x, out)
-    tile = tile_of_heads(x, x, sequence, 0, False, ELEMENTS)
+    tile = tile_of_heads(x, x, sequence, 0, False, COPY_ELEMENTS)
     grid = batch * cdiv(sequence, tile["TOKENS"]), x.shape[2] // tile["HEADS"] if x.shape[3] else 0
     named = {name: tile[name] for name in ("WHOLE", "HEADS", "TOKENS", "DIM")}
-    launch(copy_heads_kernel, grid, x, out, sequence, *strides, **named, WIDTH=tile["REST"], num_warps=WARPS)
+    launch(copy_heads_kernel, grid, x, out, sequence, *strides, **named, WIDTH=tile["REST"], num_warps=COPY_WARPS)
 
 
 def split(heads: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, ...]:

@@ -20,21 +20,20 @@ from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.attention.kv_write import exact_codes, exact_scale, strides_or_none, takes_new_rows
 from tilestack.kernels.attention.rope import (
-    ELEMENTS,
-    WARPS,
     heads_of,
     load_angles,
     load_heads,
-    load_weight,
-    root,
+    norm_heads,
+    rotate,
     rows_of_tile,
     store_heads,
     tile_of_heads,
-    turn_block,
 )
 from tilestack.kernels.early import early, wait_for_last
 from tilestack.kernels.quantised.codes import magnitudes
 from tilestack.ops.quantised import LARGEST_CODE
+
+ELEMENTS, WARPS = 2048, 4  # of a tile at most, and of the program that turns it
 
 
 @triton.jit
@@ -79,20 +78,23 @@ def qkv_rope_write_kernel(
     first_head = tl.program_id(1) * HEADS
     here = heads_ptr + token * heads_stride + (first_head + row) * head_stride
     inside = inside & (row >= 0)  # [HEADS, 1]: a mask for every head
+    first, second, rest = load_heads(here, inside, False, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST)
     cos, sin = load_angles(cos_ptr, sin_ptr, positions_ptr, 0, token, token < tokens, 0, table, True, ACC, PAIRS, WIDTH)
     if first_head < q_heads:
+        if q_weight_ptr is not None:
+            first, second, rest = norm_heads(
+                first, second, rest, q_weight_ptr, eps, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST
+            )
+        first, second = rotate(first, second, cos, sin)
         q_at = q_ptr + (token * q_heads + first_head + row) * DIM
-        turn_block(
-            here, q_weight_ptr, q_at, cos, sin, inside, eps, False, False, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST
-        )
+        store_heads(q_at, first, second, rest, inside, False, INTERLEAVED, DIM, PAIRS, WIDTH, REST)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)  # [1, 1]
-        first, second, rest = load_heads(here, inside, False, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST)
         if first_head < q_heads + k_heads:
             if k_weight_ptr is not None:
-                a, b, c = load_weight(k_weight_ptr, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST)
-                rstd = root(first, second, rest, eps, DIM, REST)
-                first, second, rest = first * rstd * a, second * rstd * b, rest * rstd * c
+                first, second, rest = norm_heads(
+                    first, second, rest, k_weight_ptr, eps, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST
+                )
             # What is stored is what the model's dtype holds, as if it had been in memory between.
             turned = (first * cos - second * sin).to(heads_ptr.dtype.element_ty).to(ACC)
             other = (second * cos + first * sin).to(heads_ptr.dtype.element_ty).to(ACC)

@@ -1,8 +1,8 @@
 """Rotary embedding of q and k in one launch, alone or after an RMSNorm of every head.
 
-A tile is HEADS heads of each of a few tokens, a row for each head. HEADS divides the heads of q and of k, so that only
-the last tokens can fall short of a tile. A program keeps the angles of its tokens and goes from one block of heads to
-the next, through q and then k:
+A tile is a block of HEADS heads of each of a few tokens, a row for each head. HEADS divides the heads of q and of k, so that
+only the last tokens can fall short of a tile. A program takes all blocks of its tokens, those of q and then of k, as far as
+registers suffice, and asks for all that it reads before it needs any: heads, positions, and at last the angles found there.
 
               q: block 0   block 1  …   k: block 0  …         a row, and interleaved:
     token 0  |=========>|=========>|   |=========>|           +---------+---------+------+    +-----------------+------+
@@ -26,8 +26,9 @@ from tilestack.contract.launch import launch
 from tilestack.contract.repeat import straight_line
 from tilestack.kernels.tiles import accumulator, cdiv, multiprocessors, next_power
 
-ELEMENTS, WARPS = 2048, 4  # of a tile, and of the program that turns it
-PROGRAMS = 16  # for each multiprocessor, below which the heads of a token are shared out among several
+ELEMENTS, WARPS = 1024, 4  # of a tile, and of the program that turns it
+MOST_BLOCKS = 8  # of heads that a program holds
+PROGRAMS = 8  # at work on a multiprocessor: with fewer tiles, blocks of heads are programs of their own
 
 
 @triton.jit
@@ -139,57 +140,70 @@ def root(first, second, rest, eps, DIM: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def turn_block(x_ptr, weight_ptr, out_ptr, cos, sin, inside, eps,
-               IN_PLACE: tl.constexpr, WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr, ACC: tl.constexpr,
-               DIM: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):  # fmt: skip
-    first, second, rest = load_heads(x_ptr, inside, WHOLE, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST)
-    if weight_ptr is not None:
-        a, b, c = load_weight(weight_ptr, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST)
-        rstd = root(first, second, rest, eps, DIM, REST)
-        first, second, rest = first * rstd * a, second * rstd * b, rest * rstd * c
-    if IN_PLACE:
-        tl.debug_barrier()  # threads that share an element must all have read it
+def norm_heads(first, second, rest, weight_ptr, eps, INTERLEAVED: tl.constexpr, ACC: tl.constexpr, DIM: tl.constexpr,
+               PAIRS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):  # fmt: skip
+    a, b, c = load_weight(weight_ptr, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST)
+    rstd = root(first, second, rest, eps, DIM, REST)
+    return first * rstd * a, second * rstd * b, rest * rstd * c
+
+
+@triton.jit
+def rotate(first, second, cos, sin):
     # Of two products a compiler rounds either, another one for more tokens to a tile; here it is said which.
-    turned_first, turned_second = tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
-    store_heads(
-        out_ptr, turned_first, turned_second, rest, inside, WHOLE, INTERLEAVED, DIM, PAIRS, WIDTH, REST
-    )  # fmt: skip
+    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
+
+
+@triton.jit
+def of_block(block, q_ptr, k_ptr, q_head_stride, k_head_stride, HEADS: tl.constexpr, Q_BLOCKS: tl.constexpr):
+    """Pointers moved on to this block of heads, of q's and then of k's."""
+    if block < Q_BLOCKS:
+        pointers = q_ptr + tl.full([], block * HEADS, tl.int64) * q_head_stride
+    else:
+        pointers = k_ptr + tl.full([], (block - Q_BLOCKS) * HEADS, tl.int64) * k_head_stride
+    return pointers
 
 
 @triton.jit
 def rope_kernel(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, positions_ptr, q_out_ptr, k_out_ptr,
-    sequence, q_heads, k_heads, table, positions_stride,
+    sequence, table, positions_stride,
     q_batch_stride, q_stride, q_head_stride, k_batch_stride, k_stride, k_head_stride,
     q_out_batch_stride, q_out_stride, q_out_head_stride, k_out_batch_stride, k_out_stride, k_out_head_stride, eps,
     BACK: tl.constexpr, IN_PLACE: tl.constexpr, WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr, ACC: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr,
-    REST: tl.constexpr,
+    REST: tl.constexpr, Q_BLOCKS: tl.constexpr, K_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of tokens, shares of the blocks of heads); BACK turns the other way."""
+    """Grid (tiles of tokens, blocks of heads / BLOCKS); BACK turns the other way."""
     batch, token, head, inside = rows_of_tile(tl.program_id(0), sequence, HEADS, TOKENS)
+    q_ptr += batch * q_batch_stride + token * q_stride + head * q_head_stride
+    k_ptr += batch * k_batch_stride + token * k_stride + head * k_head_stride
+    q_out_ptr += batch * q_out_batch_stride + token * q_out_stride + head * q_out_head_stride
+    k_out_ptr += batch * k_out_batch_stride + token * k_out_stride + head * k_out_head_stride
+    if BLOCKS == Q_BLOCKS + K_BLOCKS:
+        start: tl.constexpr = 0
+    else:
+        start = tl.program_id(1) * BLOCKS
+    blocks: tl.tuple = ()
+    for i in tl.static_range(BLOCKS):
+        x_ptr = of_block(start + i, q_ptr, k_ptr, q_head_stride, k_head_stride, HEADS, Q_BLOCKS)
+        blocks += (load_heads(x_ptr, inside, WHOLE, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST),)
     cos, sin = load_angles(
         cos_ptr, sin_ptr, positions_ptr, batch, token, inside, positions_stride, table, WHOLE, ACC, PAIRS, WIDTH
     )
     if BACK:
         sin = -sin
-    q_ptr += batch * q_batch_stride + token * q_stride
-    k_ptr += batch * k_batch_stride + token * k_stride
-    q_out_ptr += batch * q_out_batch_stride + token * q_out_stride
-    k_out_ptr += batch * k_out_batch_stride + token * k_out_stride
-    for start in range(tl.program_id(1) * HEADS, q_heads + k_heads, tl.num_programs(1) * HEADS):
-        if start < q_heads:
-            here = head + start
-            turn_block(
-                q_ptr + here * q_head_stride, q_weight_ptr, q_out_ptr + here * q_out_head_stride, cos, sin, inside,
-                eps, IN_PLACE, WHOLE, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST,
-            )  # fmt: skip
-        else:
-            here = head + (start - q_heads)
-            turn_block(
-                k_ptr + here * k_head_stride, k_weight_ptr, k_out_ptr + here * k_out_head_stride, cos, sin, inside,
-                eps, IN_PLACE, WHOLE, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST,
-            )  # fmt: skip
+    if IN_PLACE:
+        tl.debug_barrier()  # threads that share an element must all have read it
+    for i in tl.static_range(BLOCKS):
+        first, second, rest = blocks[i]
+        if q_weight_ptr is not None:
+            weight_ptr = of_block(start + i, q_weight_ptr, k_weight_ptr, 0, 0, HEADS, Q_BLOCKS)
+            first, second, rest = norm_heads(
+                first, second, rest, weight_ptr, eps, INTERLEAVED, ACC, DIM, PAIRS, WIDTH, REST
+            )
+        first, second = rotate(first, second, cos, sin)
+        out_ptr = of_block(start + i, q_out_ptr, k_out_ptr, q_out_head_stride, k_out_head_stride, HEADS, Q_BLOCKS)
+        store_heads(out_ptr, first, second, rest, inside, WHOLE, INTERLEAVED, DIM, PAIRS, WIDTH, REST)
 
 
 def heads_of(x: Tensor) -> Tensor:
@@ -242,16 +256,17 @@ def turn(
 ) -> tuple[Tensor, Tensor]:
     """Turn q and k into `out`, which may be q and k themselves."""
     (batch, sequence, positions_stride), strides = walk(positions, q, k, *out)
-    q_heads, k_heads, (table, pairs) = q.shape[2], k.shape[2], cos.shape
+    table, pairs = cos.shape
     tile = tile_of_heads(q, k, sequence, pairs, interleaved, ELEMENTS)
     tiles = batch * cdiv(sequence, tile["TOKENS"])
-    blocks = (q_heads + k_heads) // tile["HEADS"] if q.shape[3] else 0
-    shares = min(blocks, cdiv(PROGRAMS * multiprocessors(q.device), max(tiles, 1)))
+    q_blocks, k_blocks = (x.shape[2] // tile["HEADS"] for x in (q, k))
+    most = MOST_BLOCKS if tiles >= PROGRAMS * multiprocessors(q.device) else 1
+    blocks = max(count for count in range(1, most + 1) if (q_blocks + k_blocks) % count == 0)
     launch(
-        rope_kernel, (tiles, shares),
+        rope_kernel, (tiles, (q_blocks + k_blocks) // blocks if q.shape[3] else 0),
         q, k, *weights, cos.contiguous(), sin.contiguous(), None if positions is None else positions.contiguous(), *out,
-        sequence, q_heads, k_heads, table, positions_stride, *strides, float(eps),
-        BACK=back, IN_PLACE=out[0] is q, **tile, num_warps=WARPS,
+        sequence, table, positions_stride, *strides, float(eps), BACK=back, IN_PLACE=out[0] is q,
+        **tile, Q_BLOCKS=q_blocks, K_BLOCKS=k_blocks, BLOCKS=blocks, num_warps=WARPS,
     )  # fmt: skip
     return out
 

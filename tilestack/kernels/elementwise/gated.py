@@ -28,6 +28,8 @@ from tilestack.kernels.tiles import cdiv, next_power, rows_of, wide
 from tilestack.ops.gated import halves
 
 TILE = 2048  # elements of gate that a program takes
+RAGGED_TILE = 1024  # of rows that may begin off 16 bytes, whose elements move one by one
+VECTOR = 16  # elements: rows so far apart, or a multiple of it, are known to the compiler to begin on 16 bytes
 
 
 @triton.jit
@@ -113,11 +115,12 @@ def gated_bwd_kernel(
 
 
 @functools.lru_cache(1 << 14)
-def tiles_over(rows: int, columns: int) -> tuple[tuple[int], dict[str, int]]:
-    """(grid, tile) that cover a matrix: a width that divides the rows without rest where a good one does."""
+def tiles_over(rows: int, columns: int, *strides: int) -> tuple[tuple[int], dict[str, int]]:
+    """(grid, tile) that cover matrices: a width that divides the rows without rest where a good one does."""
+    elements = RAGGED_TILE if any(stride % VECTOR for stride in strides) else TILE
     even = columns & -columns
-    width = min(even if even >= 512 else next_power(max(columns, 1)), TILE)
-    height = TILE // width if rows > 1 else 1
+    width = min(even if even >= 512 else next_power(max(columns, 1)), elements)
+    height = elements // width if rows > 1 else 1
     return (cdiv(rows, height) * cdiv(columns, width),), dict(ROWS=height, COLS=width)
 
 
@@ -132,7 +135,7 @@ def layout(*matrices: Tensor) -> tuple[int, ...]:
 
 def gated(gate: Tensor, up: Tensor, out: Tensor, layout: tuple[int, ...], kind: str, interleaved: bool = False) -> None:
     """Write activate(gate) · up into out, all with (rows, columns, and the strides of out, gate and up); interleaved, gate holds both."""
-    grid, tile = tiles_over(layout[0], layout[1])
+    grid, tile = tiles_over(*layout)
     launch(gated_fwd_kernel, grid, gate, up, out, *layout, KIND=kind, INTERLEAVED=interleaved, **tile)
 
 
@@ -151,7 +154,7 @@ def gated_backward(
 
     With `out` also what the forward wrote.
     """
-    grid, tile = tiles_over(layout[0], layout[1])
+    grid, tile = tiles_over(*layout)
     launch(
         gated_bwd_kernel, grid, grad, gate, up, dgate, dup, out, *layout,
         KIND=kind, INTERLEAVED=interleaved, OUT=out is not None, **tile,

@@ -29,10 +29,10 @@ GRANULE = 16  # bytes
 def ragged(row, columns, BODY: tl.constexpr, V: tl.constexpr):
     """(column, inside) of each place in the body of rows that start as this one does, then of each place in their ends."""
     head = (V - row % V * columns % V) % V
-    granules = (columns - head) // V
-    line, end = tl.arange(0, BODY // V)[:, None], tl.arange(0, 2 * V)
-    column = head + line * V + tl.arange(0, V)[None, :]
-    return column, line < granules, tl.where(end < head, end, end + granules * V), end < columns - granules * V
+    body = (columns - head) // V * V
+    line, end = tl.arange(0, BODY // V)[:, None] * V, tl.arange(0, 2 * V)
+    column = head + line + tl.arange(0, V)[None, :]
+    return column, line < body, tl.where(end < head, end, end + body), end < columns - body
 
 
 @triton.jit
