@@ -18,6 +18,7 @@ from tilestack.engine.persistent import shape_of, weights_of
 from tilestack.engine.plain_decoder import linears_of
 from tilestack.engine.quantised_weights import has_codes, quantise_weights
 from tilestack.kernels.cuda import add, decode_step, matmul, paged_decode, rms_norm, softmax, weight_only
+from tilestack.lab.proof.memory_guards import poisoned_memory
 from tilestack.lab.proof.oracle import judge, own_error
 from tilestack.models import ModelConfig, PagedBatch, PagedCache
 from tilestack.ops.paged import paged_case
@@ -260,6 +261,79 @@ def test_decoding_where_tokens_lie_anyhow():
     check(lambda *given: decode(dict(enumerate(given))), ops.paged_attention, *short.values())
 
 
+def in_order(x, *order):
+    """The same numbers, lying in memory as if its dimensions came in another order."""
+    return x.permute(order).contiguous().permute(sorted(range(x.ndim), key=order.__getitem__))
+
+
+@pytest.mark.parametrize("cache", [(128, 128, "float8_e4m3fn"), (64, 64)], ids=["codes", "numbers"])
+def test_decoding_where_each_tensor_lies_in_a_way_of_its_own(cache):
+    """What is found by the strides of another tensor is seen, in pages of more than the 16 keys that are met at a time."""
+    arguments = paged("decode", 32, 4, 2, *cache)
+    lie = dict(
+        q=in_order(arguments["q"], 1, 0, 2),
+        keys=in_order(arguments["keys"], 0, 2, 1, 3),
+        values=in_order(arguments["values"], 2, 1, 0, 3),
+        block_tables=in_order(arguments["block_tables"], 1, 0),
+        lengths=torch.stack((arguments["lengths"], arguments["lengths"] * 0), 1)[:, 0],
+        cu_queries=torch.stack((arguments["cu_queries"], arguments["cu_queries"] * 0), 1)[:, 0],
+    )
+    if arguments["key_scale"] is not None:
+        lie["key_scale"] = in_order(arguments["key_scale"], 1, 0, 2)
+        lie["value_scale"] = in_order(arguments["value_scale"], 2, 0, 1)
+    assert torch.equal(decode(arguments | lie), decode(arguments))
+
+
+@pytest.mark.parametrize("cache", ["same", "float8_e4m3fn"])
+def test_every_text_of_several_is_split_by_itself(cache):
+    """Of sequences that share pages, and of several heads of keys; the counters are left as they were found."""
+    arguments = paged("uneven", 16, 6, 2, 128, 128, cache)
+    lengths = torch.tensor([300, 5, 129, 256], dtype=torch.int32)
+    arguments |= dict(
+        q=torch.randn(4, 6, 128).bfloat16(),
+        block_tables=arguments["block_tables"].expand(4, -1),
+        lengths=lengths,
+        cu_queries=torch.arange(5, dtype=torch.int32),
+    )
+    for name in ("8 warps", "1 warp"):
+        check(lambda *given: decode(dict(enumerate(given)), name, 8), ops.paged_attention, *arguments.values())
+
+
+@pytest.mark.parametrize("cache", ["same", "float8_e4m3fn"])
+def test_pages_beyond_what_32_bits_count(cache):
+    """In memory of which only those pages are ever touched."""
+    arguments = paged("decode", 16, 2, 1, 128, 128, cache)
+    memory = torch.empty(len(arguments["keys"]) * 2**29, dtype=arguments["keys"].dtype)
+    apart = {}
+    for n, name in enumerate(("keys", "values")):
+        pages = arguments[name]
+        apart[name] = memory.as_strided(pages.shape, (2**29, *pages.stride()[1:]), n * pages[0].numel()).copy_(pages)
+    assert (len(pages) - 1) * 2**29 >= 2**31
+    assert torch.equal(decode(arguments | apart), decode(arguments))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_scores_of_any_scale(scale):
+    for sizes in (OF_FP8, ("decode", 16, 4, 2, 128, 128)):
+        arguments = paged(*sizes, scale=scale)
+        check(lambda *given: decode(dict(enumerate(given))), ops.paged_attention, *arguments.values())
+
+
+def test_tokens_of_no_sequence_are_zero():
+    """More of them than there are sequences, and where there are none."""
+    arguments = paged("decode", 16, 4, 2, 128, 128) | dict(q=torch.full((9, 4, 128), torch.nan).bfloat16())
+    none = dict(block_tables=arguments["block_tables"][:0], lengths=arguments["lengths"][:0])
+    for ends, changed in (([0, 0, 0, 0], {}), ([0], none)):
+        changed = arguments | changed | dict(cu_queries=torch.tensor(ends, dtype=torch.int32))
+        with poisoned_memory():
+            assert not decode(changed).any()
+    part = arguments | dict(q=torch.randn(9, 4, 128).bfloat16())
+    with poisoned_memory():
+        out = decode(part)
+    assert not out[3:].any()
+    assert torch.equal(out[:3], decode(part | dict(q=part["q"][:3])))
+
+
 def test_nothing_beyond_pages_tables_and_scales_is_read():
     fences = Fences()
     for sizes in (OF_FP8, ("uneven", 16, 2, 1, 64, 64)):
@@ -320,6 +394,12 @@ def test_what_is_left_to_triton(changed, reason):
     arguments = paged("decode", 16, 4, 2, 128, 128, **changed)
     names = inspect.signature(paged_decode.takes).parameters
     assert reason in str(paged_decode.takes(**{name: arguments[name] for name in names}))
+
+
+def test_queries_over_pages_are_halves():
+    """Of float32, in pages of the same, the kernel would take the bits for those of float16."""
+    way = ops.paged_attention.implementations["cuda"]
+    assert set(way.accepted("q", torch.zeros(1))) == set(HALVES)
 
 
 MODELS = {

@@ -70,6 +70,32 @@ def test_rows_apart_are_read_where_they_start_alike():
     )
 
 
+def test_each_matrix_has_its_rows_as_far_apart_as_it_likes():
+    def spread(matrix, more):
+        padded = torch.full((ROWS, 1025 + more), torch.nan, dtype=matrix.dtype)
+        padded[:, :1025] = matrix
+        return padded[:, :1025]
+
+    x, residual, grad, more = (random(ROWS + n, 1025, dtype=torch.float16)[:ROWS] for n in range(4))
+    weight = random(1025, dtype=torch.float16)
+    far_x, far_residual, far_grad, far_more = (
+        spread(each, 8 * n + 8) for n, each in enumerate((x, residual, grad, more))
+    )
+    assert granule_of(1025, 2, far_x, far_residual, far_grad, far_more) == 8
+    for found, expected in (
+        (
+            norm_forward(far_x, weight, weight, 1e-5, True, far_residual),
+            norm_forward(x, weight, weight, 1e-5, True, residual),
+        ),
+        (
+            norm_backward(far_grad, far_x, weight, True, 1e-5, True, far_more),
+            norm_backward(grad, x, weight, True, 1e-5, True, more),
+        ),
+    ):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize(
     "x",
     [
@@ -154,3 +180,15 @@ def test_integers_know_no_order():
     order = torch.randperm(2001, generator=torch.Generator().manual_seed(0))
     mixed = norm_forward(x[:, order].contiguous(), None, None, 1e-5, False)[0]
     assert torch.equal(mixed, expected[:, order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_an_element_farther_from_the_mean_than_from_zero(dtype):
+    """Deviations twice as large as any element, whose squares need two bits more; wherever it is, in the body or its ends."""
+    for place in (0, 500, 1028):
+        x = torch.full((9, 1029), -1.0, dtype=dtype)
+        x[:, place] = 1
+        right = x.double() - x.double().mean(1, keepdim=True)
+        right = right * torch.rsqrt(right.square().mean(1, keepdim=True) + 1e-9)
+        found = norm_forward(x, None, None, 1e-9, True)[0].double()
+        torch.testing.assert_close(found, right, rtol=2e-3, atol=1e-6)

@@ -5,6 +5,7 @@ import torch
 
 from tilestack import contract, ops
 from tilestack.contract.backends import usable
+from tilestack.kernels.elementwise.gated import RAGGED_TILE, TILE, tiles_over
 from tilestack.ops.gated import halves
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -147,3 +148,11 @@ def test_a_backward_by_bits_asks_neither_for_the_seed_nor_for_the_random_words()
     for found in gradients[1:]:
         for ours, truth in zip(found, gradients[0], strict=True):
             assert torch.equal(ours, truth)
+
+
+@pytest.mark.parametrize("one", range(3))
+def test_one_matrix_whose_rows_begin_off_16_bytes_makes_tiles_smaller(one):
+    strides = [4096, 8192, 8192]
+    assert tiles_over(64, 4096, *strides) == ((64 * 4096 // TILE,), dict(ROWS=1, COLS=TILE))
+    strides[one] += 8
+    assert tiles_over(64, 4096, *strides) == ((64 * 4096 // RAGGED_TILE,), dict(ROWS=1, COLS=RAGGED_TILE))

@@ -207,6 +207,8 @@ def test_the_grid_knows_only_shapes():
     assert (mixed.each, mixed.tiles) == (0, 96 * 2 // 64 + 33 + 1)
     alone = kernels.paged_tile(q[:1], pages, 1, 1, 8192, 128)
     assert alone.splits * alone.tiles * 8 >= 2 * 4  # the interpreter counts as four multiprocessors
+    of_codes = kernels.paged_tile(q[:1], pages.to(torch.int8), 1, 1, 8192, 128)
+    assert of_codes.splits == 4 * alone.splits  # programs of one warp, of which more are at work
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,8 @@ def test_the_grid_knows_only_shapes():
         (1, 16, 8, torch.bfloat16, kernels.FEW_PROGRAMS),
         (1, 2, 1, torch.int8, kernels.FEW_PROGRAMS),
         (1, 32, 8, torch.int8, kernels.FEW_PROGRAMS),
+        (3, 16, 8, torch.bfloat16, kernels.FEW_PROGRAMS),  # with one for padding, eight programs to a multiprocessor
+        (4, 16, 8, torch.bfloat16, kernels.MANY_PROGRAMS),
         (64, 16, 8, torch.bfloat16, kernels.MANY_PROGRAMS),
         (1, 16, 8, torch.int8, kernels.OF_CODES),
         (64, 16, 8, torch.int8, kernels.OF_CODES),

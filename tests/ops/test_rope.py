@@ -186,3 +186,20 @@ def test_tiles_of_any_size_over_any_layout(layout, blocks, elements, monkeypatch
             found.append([*turned, *torch.autograd.grad(loss, (q, k, *weights))])
         for a, b in zip(*found, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e3 * torch.finfo(torch.float64).eps)
+
+
+@pytest.mark.parametrize("of_k", [name for name in LAYOUTS if name != "elements apart"])
+@pytest.mark.parametrize("of_q", [name for name in LAYOUTS if name != "elements apart"])
+def test_queries_and_keys_that_each_lie_in_a_way_of_their_own(of_q, of_k, monkeypatch):
+    """What is found by the strides of the other is seen."""
+    monkeypatch.setattr(kernels.attention.rope, "ELEMENTS", 128)
+    q, k = LAYOUTS[of_q](2, 5, 6, 16), LAYOUTS[of_k](2, 5, 4, 16)  # three blocks and two
+    cos, sin = tables(frequencies(16)[0], 10, dtype=torch.float64)
+    positions = torch.arange(10).view(2, 5)
+    expected = ops.rope(q, k, cos, sin, positions)
+    with contract.backend("triton"):
+        turned = ops.rope(q, k, cos, sin, positions)
+        ops.rope_(q, k, cos, sin, positions)
+    for found in (turned, (q, k)):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
