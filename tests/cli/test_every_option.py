@@ -23,8 +23,13 @@ def ran(capsys, monkeypatch):
 
     def run(name, options, *arguments, elsewhere=()):
         command = typer.main.get_command(cli.app).commands[name]
-        known = {param.opts[0].lstrip("-") for param in command.params if param.param_type_name == "option"}
-        assert known == {each.removeprefix("no-") for each in options} | set(elsewhere)
+        first = {
+            name.lstrip("-"): param.opts[0].lstrip("-")
+            for param in command.params
+            if param.param_type_name == "option"
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        assert {*first.values()} == {first[each] for each in (*options, *elsewhere)}
         words = []
         for each, value in options.items():
             several = value if isinstance(value, list) else [value]

@@ -158,7 +158,10 @@ def test_a_server_runs_nothing_that_its_rows_do_not_follow(monkeypatch):
     engine = bench_http.engine_of("cpu", None, 8)
     asked = bench_http.Workload(2, "3", "3", seed=0)
     monkeypatch.setattr(apart, "start", in_this_process)
-    ours = _files_run_by(lambda: [way(engine, asked) for way in (bench_http.offline, bench_http.over_http)])
+    over = (bench_http.in_one_process, bench_http.in_two_processes)
+    ours = _files_run_by(
+        lambda: [bench_http.offline(engine, asked), *[bench_http.over_http(engine, asked, serving) for serving in over]]
+    )
     assert {stale.PACKAGE / part for part in ("server/events.py", *stale.OF_STREAMS)} <= ours
     assert ours <= stale.files_of_parts(stale.parts_of_serving("http", "http", "cpu"))
 

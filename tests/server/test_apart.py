@@ -6,7 +6,9 @@ import math
 import os
 import signal
 import socket
+import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,7 +24,7 @@ from test_process import texts
 from tilestack.engine import Engine, EngineClosed, EngineSettings, QueueFull, RequestError, SamplingParams, host
 from tilestack.engine.messages import Malformed, framed, read_message, request_as_words
 from tilestack.engine.sequence import Request
-from tilestack.server.apart import ServerApart, settings_from
+from tilestack.server.apart import ServerApart, ServerLost, settings_from
 from tilestack.server.settings import Limits, ServerSettings
 
 SMALL = EngineSettings(device="cpu", dtype="float32", max_sequences=4, queue=4, kv_memory=1 << 20)
@@ -172,6 +174,32 @@ def test_a_server_whose_engine_cannot_be_loaded_is_gone():
     with pytest.raises(RuntimeError, match="no such model"), ServerApart(ServerSettings(port=0)) as server:
         raise RuntimeError("no such model")
     assert server.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_server_that_ends_before_it_listens_is_told_with_a_way_out(engine, monkeypatch, code):
+    words = [sys.executable, "-c", f"raise SystemExit({code})"]
+    started = lambda inherited, log: subprocess.Popen(words, stderr=log, pass_fds=inherited)
+    monkeypatch.setattr("tilestack.server.apart.start", started)
+    greeted = []
+    told = f"ended with exit code {code} before it listened; --one-process serves without it"
+    with ServerApart(ServerSettings(port=0)) as server, pytest.raises(ServerLost, match=told):
+        server.run(engine, "tiny", greeted.append)
+    assert not greeted
+
+
+def test_a_server_that_was_to_end_before_it_listened_has_not_failed(engine, monkeypatch):
+    """As of Ctrl-C while it begins."""
+    words = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    started = lambda inherited, log: subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=inherited)
+    monkeypatch.setattr("tilestack.server.apart.start", started)
+    with ServerApart(ServerSettings(port=0)) as server:
+        asked = host.EngineHost.ask_to_end
+        monkeypatch.setattr(host.EngineHost, "ask_to_end", lambda self: (asked(self), server.process.stdin.close()))
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        server.run(engine, "tiny", lambda address: None)
+    assert server.asked
+    assert not server.listened
 
 
 def test_settings_arrive_as_they_were():

@@ -3,10 +3,12 @@
 import asyncio
 import json
 import logging
+import os
 import shutil
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ import uvicorn
 from server_process import process
 
 from tilestack import cli
+from tilestack.cli.serve import runs_apart
 from tilestack.engine import LLM, EngineSettings, SamplingParams
 from tilestack.server.app import create_app
 from tilestack.server.listening import address_to_open, listen
@@ -220,3 +223,38 @@ def test_an_address_is_taken_once_though_nobody_serves_there_yet():
 )
 def test_an_address_that_a_browser_can_open(listening, opened):
     assert address_to_open(listening) == opened
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows has one process")
+@pytest.mark.parametrize(
+    ("device", "options", "apart"),
+    [
+        ("cpu", [], True),
+        ("cuda", [], False),
+        ("cuda:1", [], False),
+        ("cpu", ["--one-process"], False),
+        ("cuda", ["--two-processes"], True),
+    ],
+)
+def test_http_has_a_process_of_its_own_on_a_cpu_or_where_asked(tmp_path, monkeypatch, device, options, apart):
+    chosen = []
+
+    @contextmanager
+    def engine_of(model, settings, tensor, serve):
+        serve()
+        yield None
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("tilestack.cli.serve.engine_of", engine_of)
+    monkeypatch.setattr("tilestack.cli.serve.server_of", lambda settings, apart: chosen.append(apart))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--model", str(tmp_path), "--port", "0", "--device", device, *options])
+    assert chosen == [apart]
+
+
+def test_windows_has_one_process(monkeypatch):
+    monkeypatch.setattr("tilestack.cli.serve.os", SimpleNamespace(name="nt"))
+    assert not runs_apart(None, "cpu")
+    with pytest.raises(ValueError, match="does not work on Windows"):
+        runs_apart(True, "cpu")

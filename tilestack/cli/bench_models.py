@@ -121,18 +121,24 @@ def bench_serving(asked: "Asked", model: str | None, candidates: list[str] | Non
 def bench_over_http(asked: "Asked", model: str | None) -> None:
     """What HTTP costs of the engine's throughput."""
     from tilestack.cli.speaker import trust_engine
+    from tilestack.data.errors import needs
     from tilestack.lab import results
     from tilestack.lab.bench.roofs import measure_roofs
     from tilestack.lab.serving import bench_http
 
     if asked.is_over() or (asked.stale and bench_http.is_kept(asked.kept_rows("http"), model)):
         return
+    for package in ("fastapi", "uvicorn", "prometheus_client", "httpx2"):
+        needs(package, "tilestack bench http", "server")
     trust_engine()
     target = asked.results_file("http")
     with asked.measured_rows(target, bench_http.render_http) as rows:
-        rows += bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
+        measured, failed = bench_http.bench_http(asked.place.type, model, tell=Console(stderr=True).print)
+        rows += measured
         if asked.save:
             results.merge(target, asked.stamp, measure_roofs(asked.place.type).as_dict(), rows)
+    if failed:  # told when the others are kept
+        raise RuntimeError("\n".join(f"{way} could not be measured: {problem}" for way, problem in failed.items()))
 
 
 def bench_quality(asked: "Asked", model: str | None) -> None:

@@ -52,7 +52,7 @@ def serve_command(
     events_per_second: Annotated[float, typer.Option(help="Limit over all streams; above it, several tokens share an event.", min=1)] = 1500.0,
     generation_config: Annotated[str, typer.Option(help="Sampling defaults of requests: the model's generation_config.json, or none of it (then OpenAI's).")] = "model",
     chat_template: ChatTemplate = None,
-    one_process: Annotated[bool, typer.Option("--one-process", help="Run HTTP and the engine in one process, for debuggers; by default HTTP has its own, so that it does not slow the engine.")] = False,
+    two_processes: Annotated[bool | None, typer.Option("--two-processes/--one-process", help="Run HTTP in a process of its own, so that it does not slow the engine; default: where the engine runs on a CPU.", show_default=False)] = None,
     split_reasoning: Annotated[bool, typer.Option("--split-reasoning", help="Return what the model writes between <think> and </think> apart: as reasoning_content, reasoning items or thinking blocks.")] = False,
     api_key: Annotated[str | None, access(help="Require this key on all routes but /health and the chat page, which asks for it. Set it by the environment to keep it out of `ps`.", envvar="TILESTACK_API_KEY", show_default=False)] = None,
     cors: Annotated[list[str] | None, access(help="Allowed CORS origin, such as https://example.org; may be given several times.", show_default=False)] = None,
@@ -166,7 +166,7 @@ def serve_command(
         if host not in LOOPBACK and api_key is None:
             console.print(f"anyone who reaches {host} may use it; --api-key asks for a key", style="yellow")
 
-    apart = os.name == "posix" and not one_process
+    apart = runs_apart(two_processes, device)
     with engine_of(model, wanted, tensor, lambda: server_of(settings, apart)) as ready:
         if ready is None:
             return  # the first process has served, and this one followed it
@@ -177,6 +177,19 @@ def serve_command(
             warm_up_in_sight(served)
         called = Path(model).name
         server.run(served, called, lambda address: greet(address, name or called))
+
+
+def runs_apart(asked: bool | None, device: str | None) -> bool:
+    """Whether HTTP has a process of its own: as asked, else where that was measured to help, which is on a CPU."""
+    if os.name != "posix":
+        if asked:
+            raise ValueError("--two-processes does not work on Windows; leave it out")
+        return False
+    if asked is not None:
+        return asked
+    from tilestack.device import pick_device
+
+    return pick_device(device).type == "cpu"
 
 
 def server_of(settings: "ServerSettings", apart: bool) -> "ServerHere | ServerApart":

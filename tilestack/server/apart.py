@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ENDING = (signal.SIGINT, signal.SIGTERM)
 SECONDS_TO_END = 10.0  # for a server whose connection is closed
 START_AGAIN = "start the server again"
+ONE_PROCESS = "--one-process serves without it"
 
 
 class ServerLost(RuntimeError):
@@ -43,6 +44,7 @@ class ServerApart:
     def __init__(self, settings: ServerSettings, log: int | None = None):
         """`log` is where its log goes: a file by its number, as `subprocess` has it; with the engine's."""
         self.settings = settings
+        self.listened = self.asked = False  # whether it ever listened, and was to end
         self.connection, theirs = socket.socketpair()
         with theirs, listen(settings) as listening:
             self.process = start((theirs.fileno(), listening.fileno()), log)
@@ -58,16 +60,30 @@ class ServerApart:
     def host(self, engine: "Engine", name: str, greet: Callable[[str], None]) -> "EngineHost":
         from tilestack.engine.host import EngineHost
 
-        return EngineHost(engine, name, self.connection, asdict(self.settings), greet)
+        def listening(address: str) -> None:
+            self.listened = True
+            greet(address)
+
+        return EngineHost(engine, name, self.connection, asdict(self.settings), listening)
 
     def run(self, engine: "Engine", name: str, greet: Callable[[str], None]) -> None:
         """Serve until a signal comes, or either side is lost; `greet` is called with the address when requests are taken."""
         host = self.host(engine, name, greet)
-        with asked_by_signals(host.ask_to_end):
+
+        def ask_to_end() -> None:
+            self.asked = True
+            host.ask_to_end()
+
+        with asked_by_signals(ask_to_end):
             host.serve()
             code = self.exit_code()
-        if code and host.lost is None:
-            raise ServerLost(f"the process of the server {how_it_ended(code)}; {START_AGAIN}")
+        if host.lost is None and (code or not (self.listened or self.asked)):
+            raise ServerLost(f"{self.end_in_words()}; {START_AGAIN if self.listened else ONE_PROCESS}")
+
+    def end_in_words(self) -> str:
+        """How it ended, which it has or is about to."""
+        when = "" if self.listened else " before it listened"
+        return f"the process of the server {how_it_ended(self.exit_code())}{when}"
 
     def exit_code(self) -> int:
         try:

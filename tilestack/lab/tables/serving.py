@@ -70,8 +70,8 @@ def with_version(row: dict[str, Any]) -> str:
 
 
 def http(folder: Path, slug: str) -> str:
-    """What the way over HTTP costs of the engine's throughput, a line for each model."""
-    from tilestack.lab.serving.bench_http import costs  # brings the engine along
+    """What the way over HTTP costs of the engine's throughput, a line for each model and number of processes."""
+    from tilestack.lab.serving.bench_http import OFFLINE, TWO_PROCESSES, costs  # brings the engine along
 
     path = path_of(slug, "http", folder)
     if not path.exists():
@@ -79,12 +79,15 @@ def http(folder: Path, slug: str) -> str:
     kept = read_json(path)
     rows = {(row["case"], row["backend"]): row for row in kept["rows"]}
     lines = []
-    for case, (lost, added) in costs(kept["rows"]).items():
-        plain, served = rows[case, "offline"], rows[case, "http"]
+    cpu = lambda row: f"{row['cpu_us']:,.0f}" if "cpu_us" in row else "–"
+    for (case, way), (lost, added) in costs(kept["rows"]).items():
+        plain, served = rows[case, OFFLINE], rows[case, way]
         name = case if is_current(plain) and is_current(served) else f"{case} {OLD}"
-        lines.append([name, f"{plain['figure']:,.0f}", f"{served['figure']:,.0f}", f"{lost:.1%}", f"{plain['cpu_us']:,.0f}", f"{served['cpu_us']:,.0f}", f"**{added:.1%}**"])  # fmt: skip
+        more = "–" if added is None else f"**{added:.1%}**"
+        lines.append([name, "two" if way == TWO_PROCESSES else "one", f"{plain['figure']:,.0f}", f"{served['figure']:,.0f}", f"{lost:.1%}", cpu(plain), cpu(served), more])  # fmt: skip
     header = [
         "model",
+        "processes",
         "offline, tokens/s",
         "over HTTP",
         "less by",
@@ -94,4 +97,4 @@ def http(folder: Path, slug: str) -> str:
     ]
     machine = kept["machine"]
     stamp = f"_Measured on {machine_name(machine)}, {machine['date'][:10]}._"
-    return f"{markdown(header, lines)}\n\n{stamp}{older_rows(rows.values(), 'case')}"
+    return f"{markdown(header, lines, left=2)}\n\n{stamp}{older_rows(rows.values(), 'case')}"
