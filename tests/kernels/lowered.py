@@ -19,6 +19,7 @@ LOWERED = {
     "rows of scores too long for registers": ("attention.standard", dict(LONGEST_ROW=20), ["attention"]),
     "blocks sorted, not counted": ("sparse.blocks", dict(MOST_COMPARED=4), ["block_sparse_dsd", "block_sparse_sdd"]),
     "pages with less shared memory": ("attention.paged", dict(HOPPER_SHARED=1 << 20), ["paged_attention"]),
+    "all heads of a token in one program": ("attention.rope", dict(PROGRAMS=0), ["rope", "rope_", "qk_norm_rope"]),
     "codes with less shared memory": (
         "attention.quantised",
         dict(HOPPER_SHARED=1 << 20),
