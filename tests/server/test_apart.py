@@ -24,7 +24,7 @@ from test_process import texts
 from tilestack.engine import Engine, EngineClosed, EngineSettings, QueueFull, RequestError, SamplingParams, host
 from tilestack.engine.messages import Malformed, framed, read_message, request_as_words
 from tilestack.engine.sequence import Request
-from tilestack.server.apart import ServerApart, ServerLost, settings_from
+from tilestack.server.apart import ServerApart, ServerLost, serve, settings_from
 from tilestack.server.settings import Limits, ServerSettings
 
 SMALL = EngineSettings(device="cpu", dtype="float32", max_sequences=4, queue=4, kv_memory=1 << 20)
@@ -200,6 +200,22 @@ def test_a_server_that_was_to_end_before_it_listened_has_not_failed(engine, monk
         server.run(engine, "tiny", lambda address: None)
     assert server.asked
     assert not server.listened
+
+
+@pytest.mark.parametrize(("lost", "code"), [(True, 1), (False, 0)])
+def test_a_server_that_lost_its_engine_ends_with_an_error(engine, lost, code, monkeypatch):
+    monkeypatch.setattr("tilestack.server.process.run_server", lambda engine, *_: lost and engine.lose("gone"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        host.EngineHost(engine, "tiny", ours, asdict(ServerSettings()))
+        assert serve(theirs, None) == code
+
+
+def test_a_server_without_an_engine_ends_without_a_word(engine):
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs:
+        assert serve(theirs, None) == 0
 
 
 def test_settings_arrive_as_they_were():

@@ -145,21 +145,22 @@ def main() -> None:
     for module in ("tilestack.engine.remote", "tilestack.server.process"):
         importlib.import_module(module)  # while the engine loads its model
     gc.freeze()  # what came with them, which the collector would walk again and again
-    serve(connection, listening)
+    sys.exit(serve(connection, listening))
 
 
-def serve(connection: socket.socket, listening: socket.socket) -> None:
-    """Answer on one socket by the engine at the other end of another, once it is loaded."""
+def serve(connection: socket.socket, listening: socket.socket) -> int:
+    """Answer on one socket by the engine at the other end of another, once it is loaded; 1 where it was lost."""
     from tilestack.engine.messages import read_message
     from tilestack.engine.remote import RemoteEngine
     from tilestack.server.process import run_server
 
     if (hello := read_message(connection)) is None:
-        return  # the engine could not be loaded, and has said why
+        return 0  # the engine could not be loaded, and has said why
     what, about, settings = hello
     assert what == "hello", what
     engine = RemoteEngine(connection, about)
     run_server(engine, settings_from(settings), listening, lambda address: engine.tell("listening", address))
+    return int(engine.lost is not None)
 
 
 if __name__ == "__main__":
