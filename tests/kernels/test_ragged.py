@@ -164,6 +164,15 @@ def test_integers_add_up_as_well_as_floats(dtype, worst, centred, outlier, scale
     assert ((found - right).abs() <= allowed).all(), ((found - right).abs() / allowed).amax(1)
 
 
+def test_equal_squares_beside_a_large_one_are_not_all_rounded_alike():
+    """In float16 whatever they lose would add up to more than a result is rounded to."""
+    x = torch.full((2, 4097), 0.4899, dtype=torch.float16)
+    x[:, 0] = 1024
+    right = x.double() * torch.rsqrt((x.double() ** 2).mean(1, keepdim=True) + 1e-9)
+    found = norm_forward(x, None, None, 1e-9, False)[0].double()
+    assert ((found - right).abs() <= 0.6 * 2**-11 * right.abs() + 2**-25).all()
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e38])
 def test_what_has_no_sum_is_not_hidden(value):
     x = random(3, 1029, dtype=torch.float32)

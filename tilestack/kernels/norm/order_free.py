@@ -7,8 +7,9 @@ than 2^(k-1) has the bits
     | exponent of 2^k | 1 | term / 2^(k-23), rounded: 22 bits, those of 1.5 · 2^k where it is zero |
 
 so the difference of the bits is the term in units of 2^(k-23). A square is added in the same instruction that makes it. The
-largest magnitude of the row says what k is: a term keeps 22 bits below it, and in float32 rows 23 more, of what was rounded
-off. In float64, which would keep 37 bits, a term is a conversion and three additions, of which a multiprocessor does few.
+largest magnitude of the row says what k is: a term keeps 22 bits below it, enough for bfloat16, and in other rows 23 more, of
+what was rounded off. In float64, which would keep 37 bits, a term is a conversion and three additions, of which a
+multiprocessor does few.
 
 Rows with terms beyond 2^126 have an infinite sum.
 """

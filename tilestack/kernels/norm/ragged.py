@@ -91,7 +91,7 @@ def norm_ragged_fwd_kernel(
     CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     LARGEST_CODE: tl.constexpr, PAIRED: tl.constexpr, BODY: tl.constexpr, V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    FINE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
+    FINE: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
     program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     places = ragged(tl.program_id(0), columns, BODY, V)
     if HAS_WEIGHT:

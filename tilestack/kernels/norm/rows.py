@@ -97,7 +97,7 @@ def norm_fwd_kernel(
         tl.store(sum_ptr + row * columns + column, rounded, mask=inside)
         x = wide(rounded)  # as the backward, and whoever reads the sum, will see it
     if RAGGED:
-        FINE: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth > 16
+        FINE: tl.constexpr = x_ptr.dtype.element_ty != tl.bfloat16
         x, rstd = order_free_statistics(x, inside, columns, eps, CENTRED, FINE)
     else:
         x, rstd = statistics(x, inside, columns, eps, CENTRED)
