@@ -47,7 +47,7 @@ def parts(monkeypatch, tmp_path, outside):
     )
     monkeypatch.setattr(bench_train, "bench_train", lambda work, *_: asked.append(("train", work.case)) or [])
     monkeypatch.setattr(bench_serve, "bench_serve", lambda device, *_: asked.append(("serve", device)) or [])
-    monkeypatch.setattr(bench_http, "bench_http", lambda device, *_, **__: asked.append(("http", device)) or [])
+    monkeypatch.setattr(bench_http, "bench_http", lambda device, *_, **__: asked.append(("http", device)) or ([], {}))
     return asked
 
 
