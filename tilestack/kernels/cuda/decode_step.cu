@@ -271,8 +271,8 @@ template <typename P> struct Chunk {
   }
 };
 
-// The first chunks of a product, MOST at most: of each as many as were fastest, which of queries, keys and values, that wait
-// longest, are none, or two of codes.
+// The first chunks of a product, MOST at most. Of queries, keys and values as many as were timed best on an H200 in bfloat16; of
+// the others, and of codes, as many as there are registers for.
 constexpr int HELD_QKV = CODES ? 2 : 0, HELD_OUTPUT = 2, HELD_GATE_UP = 6, HELD_DOWN = 3;
 template <typename P, int MOST> struct Held {
   static constexpr int COUNT = P::CHUNKS < MOST ? P::CHUNKS : MOST;

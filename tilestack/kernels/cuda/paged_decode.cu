@@ -37,7 +37,7 @@ constexpr int KEY_PIECES = PIECES / 4, VALUE_PIECES = PIECES / 8;  // of a key, 
 constexpr int STEPS = NUMBERS / 4;                                 // products of a piece of keys
 constexpr int TILES = DIM / 16;
 constexpr int HELD = KEYS * ROW, SLOT = 2 * HELD + (CODES ? 2 * KEYS * 4 : 0);  // bytes: keys, values, and scales of both
-constexpr int LEAST_PIECES = 8;                                  // of 16 keys that are worth a block
+constexpr int LEAST_PIECES = 8;  // of 16 keys that are worth a block
 constexpr float SLACK = 4;  // powers of two by which a weight may be above one before what was added up is scaled anew
 constexpr float NEARLY = 4;  // times the unit that scales of values are relative to may be
 constexpr float ROOM = 512;  // for what is small in float16, where such weights are 16 · 4 at most
@@ -51,7 +51,7 @@ struct Batch {
   const T* q;                             // [tokens, kv_heads, GROUP, DIM]
   const unsigned char *keys, *values;     // [pages, PAGE, kv_heads, DIM]; strides of both in bytes
   const float *key_scale, *value_scale;   // [pages, PAGE, kv_heads]
-  const Integer *tables, *lengths, *ends;   // [sequences, blocks], [sequences], [sequences + 1]
+  const Integer *tables, *lengths, *ends; // [sequences, blocks], [sequences], [sequences + 1]
   T* out;                                 // as q
   float *parts, *sums;                    // [sequences · kv_heads, splits, GROUP, DIM], […, GROUP, 2]
   unsigned* counts;                       // [sequences · kv_heads], zero
